@@ -17,17 +17,17 @@ import (
 // Ask is what one container asks for of one resource.
 type Ask struct {
 	Kind piece.Kind
-	// Count is the number of GPUs, replicas or MIG instances; 1 for memory units, which are
-	// a single piece of one GPU.
+	// Count is the number of GPUs, replicas or MIG instances. It is 1 for memory units, which are a
+	// single piece of one GPU.
 	Count int
-	// Memory is what each of them has: of memory units that of all together, and 0 of a whole
-	// GPU, which is what the node's are.
+	// Memory is the size of each device; of memory units, the size of all together. It is 0 for
+	// whole GPUs, whose size is that of the node's GPUs.
 	Memory gpu.MiB
-	// Profile is a MIG instance's.
+	// Profile is the profile of MIG instances; zero for other kinds.
 	Profile mig.Name
 }
 
-// String is the ask in words, by which two of them are the same.
+// String describes the ask. Equal asks have equal texts.
 func (a Ask) String() string {
 	switch {
 	case a.Kind.InMIG():
@@ -52,21 +52,22 @@ func size(m gpu.MiB) string {
 	return fmt.Sprintf("%d MiB", m)
 }
 
-// Request is a pod: it gets all that it asks for, or nothing.
+// Request is a pod. It gets all that it asks for, or nothing.
 type Request struct {
-	// Name is the pod's, or what the journal has in place of one.
+	// Name is the pod's name, or the number of its grant or refusal if the journal does not know
+	// the pod.
 	Name string
-	// At is when it was asked for, after the demand's beginning.
+	// At is when it was asked for, as time since the demand's beginning.
 	At time.Duration
-	// Hold is for how long it holds what it gets; [ToTheEnd] where nobody saw its end.
+	// Hold is how long it holds its devices; [ToTheEnd] if it did not end within the demand.
 	Hold time.Duration
 	Asks []Ask
 }
 
-// ToTheEnd is the hold of a request that does not end before the demand does.
+// ToTheEnd is the Hold of a request that does not end before the demand does.
 const ToTheEnd time.Duration = -1
 
-// shape is what is asked for, in words.
+// shape describes what is asked for. Requests that ask for the same have the same shape.
 func (r *Request) shape() string {
 	words := make([]string, len(r.Asks))
 	for i, a := range r.Asks {
@@ -76,19 +77,19 @@ func (r *Request) shape() string {
 	return strings.Join(words, " and ")
 }
 
-// Demand is what was asked for in a stretch of time.
+// Demand is what was asked for within a time.
 type Demand struct {
 	Begin, End time.Time
-	// Requests are in the order of their times.
+	// Requests are sorted by their times.
 	Requests []Request
-	// Granted and Refused are how many requests the node has served and refused, as far as
-	// that is recorded, and Pending those that have never come to it.
+	// Granted is how many requests the node has served, Refused how many it has refused, and
+	// Pending how many never came to it, as far as that is recorded.
 	Granted, Refused, Pending int
-	// Notes are what is not in it, and what was made up, for people.
+	// Notes tell people what is missing and what was estimated.
 	Notes []string
 }
 
-// Span is how long the demand lasts.
+// Span returns how long the demand lasts.
 func (d *Demand) Span() time.Duration { return d.End.Sub(d.Begin) }
 
 // order sorts the requests.
@@ -98,8 +99,7 @@ func (d *Demand) order() {
 	})
 }
 
-// holds are the times for which requests held what they got. Requests whose end was not seen are
-// given their median.
+// holds are the known hold times. Requests with an unknown end get a median of these.
 type holds struct {
 	byShape map[string][]time.Duration
 	all     []time.Duration
@@ -113,7 +113,7 @@ func (h *holds) add(r *Request) {
 	h.all = append(h.all, r.Hold)
 }
 
-// of is the median of requests that ask for the same, else of all, else half of span.
+// of returns the median of requests with the same shape, or else of all, or else half of span.
 func (h *holds) of(r *Request, span time.Duration) time.Duration {
 	for _, known := range [][]time.Duration{h.byShape[r.shape()], h.all} {
 		if len(known) > 0 {

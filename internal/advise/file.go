@@ -13,9 +13,8 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// File writes a partition as the agent's own partition file, with comments that say what it
-// assumes. What it has written it has read again and found to be that partition: the error
-// says what cannot be written so.
+// File returns a partition as a partition file, with comments. It parses that text again, and fails
+// if the result is not the same partition.
 func File(name string, best *Alternative, comments []string, on Node) (string, error) {
 	var b strings.Builder
 	for _, c := range comments {
@@ -55,14 +54,14 @@ func File(name string, best *Alternative, comments []string, on Node) (string, e
 	}
 	for i := range want.GPUs {
 		if w := best.Wants[i]; !w.Equal(want.GPUs[i]) {
-			return "", fmt.Errorf("write the partition: GPU %d would be %+v, and is to be %+v",
+			return "", fmt.Errorf("write the partition: GPU %d would be %+v instead of %+v",
 				on.Inventory.GPUs[i].Index, want.GPUs[i], w)
 		}
 	}
 	return text, nil
 }
 
-// entry is one entry of a partition.
+// entry returns one entry of a partition.
 func entry(devices string, w *config.Want) string {
 	var b strings.Builder
 	line := func(key, value string) { fmt.Fprintf(&b, "      %s: %s\n", key, value) }
@@ -115,23 +114,23 @@ func wrap(text string, width int) string {
 	return b.String()
 }
 
-// Assumed says, a sentence each, what an alternative assumes of the pods and of the cluster.
+// Assumed returns sentences about what an alternative assumes of the pods and of the cluster.
 func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	out := []string{
-		"Pods come when they came, and hold what they get for as long as they did.",
-		"A pod gets all that it asks for or nothing. Those that wait are tried in the order in which they came, " +
-			"and one without room holds up nobody.",
+		"Pods come at their recorded times, and hold what they get for as long as they did.",
+		"A pod gets all that it asks for or nothing. Waiting pods are tried in the order of their arrival, " +
+			"and one without room does not delay those behind it.",
 	}
 	switch {
 	case slices.ContainsFunc(a.Wants, func(w config.Want) bool { return w.Mode == config.Dynamic }):
-		out = append(out, "The cluster has what dynamic resource allocation takes. The scheduler knows what fits, "+
+		out = append(out, "The cluster supports dynamic resource allocation. The scheduler knows what fits, "+
 			"and packs as the agent would.")
 	case rules.Placer:
 		out = append(out, "Pods are placed through the placer: what does not fit waits.")
 	default:
-		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused where it counts enough of them "+
-			"that cannot be had together, or where it has not heard yet of what others have taken, which takes %v.",
-			rules.Lag))
+		out = append(out, fmt.Sprintf("The scheduler counts devices. A pod is refused if the scheduler counts "+
+			"enough devices that do not fit together, or has not learned yet what other pods have taken, "+
+			"which takes %v.", rules.Lag))
 	}
 	if rules.Back {
 		out = append(out,
@@ -142,7 +141,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	const listed = 8
 	for i, n := range a.Names {
 		if i == listed {
-			out = append(out, fmt.Sprintf("So do %d more kinds of requests.", len(a.Names)-listed))
+			out = append(out, fmt.Sprintf("%d more kinds of requests ask for something else.", len(a.Names)-listed))
 			break
 		}
 		out = append(out, fmt.Sprintf("Pods that asked for %s (%d) ask for %s.", n.From, n.Count, n.To))
@@ -150,7 +149,7 @@ func Assumed(a *Alternative, d *Demand, rules Rules) []string {
 	return append(out, d.Notes...)
 }
 
-// Told is the demand in a sentence.
+// Told returns a summary of the demand in one line.
 func (d *Demand) Told() string {
 	return fmt.Sprintf("%d requests from %s to %s (%s)", len(d.Requests), d.Begin.UTC().Format(time.RFC3339),
 		d.End.UTC().Format(time.RFC3339), d.Span().Round(time.Second))

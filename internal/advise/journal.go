@@ -19,16 +19,16 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Journal gathers what a node's usage journal tells of demand. The zero value is empty.
+// Journal collects the demand that a node's usage journal records. The zero value is empty.
 type Journal struct {
 	grants map[uint64]*granted
-	// refused are requests that the kubelet was refused; layouts is what GPUs were last
-	// laid out as, in the journal's words.
+	// refused are requests of the kubelet that were refused. layouts is the last layout of each
+	// GPU, in the journal's words.
 	refused []refusal
 	layouts map[gpu.UUID]string
-	// first and last are the times of records; lost counts those that could not be written,
-	// left those that the journal had no room for any more, and claims the refused claims,
-	// whose size nobody tells.
+	// first and last are the times of the first and last record. lost is the number of records that
+	// could not be written, left the number of those that the journal had no room for, and claims
+	// the number of refused claims, whose sizes are not recorded.
 	first, last        time.Time
 	lost, left, claims int
 }
@@ -91,8 +91,8 @@ func (j *Journal) Apply(r *usage.Record) {
 	}
 }
 
-// adopt takes in the book that a segment begins with: grants whose taking is not in the
-// journal any more, and ends that were lost.
+// adopt takes in the summary at the beginning of a journal segment: grants whose allocation is in
+// no record that is left, and ends that were lost.
 func (j *Journal) adopt(r *usage.Record) {
 	if r.Book == nil {
 		return
@@ -115,22 +115,22 @@ func (j *Journal) adopt(r *usage.Record) {
 	}
 }
 
-// Options say what of a journal and a trace counts, and how.
+// Options select what of a journal and a trace counts.
 type Options struct {
-	// Since and Until bound the demand; zero is all that there is.
+	// Since and Until bound the demand; zero means no bound.
 	Since, Until time.Time
-	// Back says that a pod that was refused came back, so that a refusal is no demand of its
-	// own, and that it does so in the replay. Otherwise it was demand that ended there.
+	// Back is true if refused pods came back, and do so in the replay. Then a refusal is no demand
+	// of its own. Otherwise each refusal was demand that ended there.
 	Back bool
-	// Domain is that of the node's resources, and Unit the size of a memory unit.
+	// Domain is the prefix of the node's resources, and Unit the size of a memory unit.
 	Domain string
 	Unit   gpu.MiB
-	// Node is the node's name in the trace; empty for that of the pods that the journal has.
+	// Node is the node's name in the trace. Empty means the node of the pods that the journal has.
 	Node string
 }
 
-// Demand is what was asked for by the journal, and by the trace of the cluster's pods where
-// there is one.
+// Demand returns the demand that the journal records, and that of the trace, which may be nil. It
+// fails if the time of the demand is empty.
 func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	d := &Demand{Begin: j.first, End: j.last}
 	if t != nil {
@@ -162,7 +162,7 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	g.refused(j)
 	g.finish()
 	if j.left > 0 {
-		d.Notes = append(d.Notes, fmt.Sprintf("Records that the journal had no room for any more are missing: %d.",
+		d.Notes = append(d.Notes, fmt.Sprintf("Records are missing since the journal had no room: %d.",
 			j.left))
 	}
 	if j.lost > 0 {
@@ -175,27 +175,27 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	return d, nil
 }
 
-// gathering is a demand in the making.
+// gathering is a demand that is being collected.
 type gathering struct {
 	*Demand
 	Options
 	trace *Trace
 	known map[string]*pod
-	// seen are the pods that the journal has, by UID, and matched the refusals of the
-	// journal whose pod the trace has.
+	// seen has the UIDs of pods that the journal has. matched has the refusals of the journal whose
+	// pods the trace has, by index.
 	seen    map[string]bool
 	matched map[int]bool
 	holds   holds
 	unseen  []unseen
 }
 
-// unseen is a request of which nobody saw for how long it holds what it gets.
+// unseen is a request that was never served, so its hold time is unknown.
 type unseen struct {
 	Request
 	at time.Time
 }
 
-// granted adds what the node has served: a request for each pod.
+// granted adds what the node has served: one request for each pod.
 func (g *gathering) granted(j *Journal) {
 	type group struct {
 		name         string
@@ -216,7 +216,7 @@ func (g *gathering) granted(j *Journal) {
 		if o.Pod != "" {
 			of.name = o.Namespace + "/" + o.Pod
 		}
-		if !of.had[o.allocation] { // an init container's devices come again
+		if !of.had[o.allocation] { // an init container's devices are granted again
 			of.asks = append(of.asks, asksOf(o.pieces)...)
 		}
 		of.had[o.allocation] = true
@@ -245,7 +245,7 @@ func (g *gathering) granted(j *Journal) {
 	}
 }
 
-// add adds a request that was served; until is zero where it has not ended.
+// add adds a request that was served. until is zero if it has not ended.
 func (g *gathering) add(name string, asked, since, until time.Time, asks []Ask) bool {
 	if len(asks) == 0 || !asked.Before(g.End) || !until.IsZero() && !until.After(g.Begin) {
 		return false
@@ -262,7 +262,7 @@ func (g *gathering) add(name string, asked, since, until time.Time, asks []Ask) 
 	return true
 }
 
-// refused adds what the node has refused, by its journal, unless it came back.
+// refused adds the requests that the journal records as refused, unless refused pods came back.
 func (g *gathering) refused(j *Journal) {
 	for i, r := range j.refused {
 		if g.matched[i] {
@@ -278,7 +278,8 @@ func (g *gathering) refused(j *Journal) {
 	}
 }
 
-// ask reads what somebody asks for by a resource's name.
+// ask returns the ask for n devices of a resource. It is false if the agent offers no such
+// kind.
 func (o *Options) ask(resource string, n int) (Ask, bool) {
 	kind, ok := deviceplugin.KindOf(resource)
 	a := Ask{Kind: kind, Count: n}
@@ -287,12 +288,12 @@ func (o *Options) ask(resource string, n int) (Ask, bool) {
 	}
 	if kind.InMIG() {
 		_, short, _ := strings.Cut(resource, "/")
-		a.Profile, _ = mig.ParseResource(short) // it has been read before
+		a.Profile, _ = mig.ParseResource(short) // the name was parsed before
 	}
 	return a, ok
 }
 
-// finish makes up the holds that nobody saw.
+// finish estimates the unknown hold times.
 func (g *gathering) finish() {
 	for i := range g.unseen {
 		u := &g.unseen[i]
@@ -301,13 +302,13 @@ func (g *gathering) finish() {
 		g.Requests = append(g.Requests, u.Request)
 	}
 	if n := len(g.unseen); n > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for as long as "+
-			"the median of those that ask for the same, or where there is none of all.", n))
+		g.Notes = append(g.Notes, fmt.Sprintf("Requests that were never served (%d) hold what they get for the "+
+			"median time of those that ask for the same, or if there are none, of all.", n))
 	}
 	g.order()
 }
 
-// asksOf is what pieces were asked for as.
+// asksOf returns the asks that were granted as these pieces.
 func asksOf(pieces []usage.Piece) (out []Ask) {
 	for i := range pieces {
 		p := &pieces[i]
@@ -328,8 +329,8 @@ func asksOf(pieces []usage.Piece) (out []Ask) {
 	return out
 }
 
-// Present is how the GPUs of a node were last laid out, as far as the journal says it of all
-// of them.
+// Present returns the last layouts of a node's GPUs. It is false if the journal does not have the
+// layout of each GPU.
 func (j *Journal) Present(inv *gpu.Inventory) ([]config.Want, bool) {
 	out := make([]config.Want, len(inv.GPUs))
 	for i := range inv.GPUs {
@@ -347,7 +348,7 @@ func (j *Journal) Present(inv *gpu.Inventory) ([]config.Want, bool) {
 	return out, len(out) > 0
 }
 
-// layoutOf reads what the journal says of a GPU's layout.
+// layoutOf returns a GPU's layout from the journal. It is false if the journal does not have it.
 func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 	text, known := j.layouts[d.UUID]
 	switch config.Mode(text) {
@@ -365,8 +366,8 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 				}
 			}
 		}
-		return w, !last.IsZero() // otherwise replicas or memory: nobody knows
-	case config.Keep, config.MIG: // then it has the placements
+		return w, !last.IsZero() // otherwise it is not known whether these are replicas or memory units
+	case config.Keep, config.MIG: // then the text has the placements
 	}
 	if !known || text == "" {
 		return w, false
@@ -377,14 +378,14 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 	for word := range strings.FieldsSeq(text) {
 		at := slices.IndexFunc(card.Placements(), func(p mig.Placement) bool { return p.String() == word })
 		if at < 0 {
-			return w, false // a split, or of another driver's table
+			return w, false // a split, or a placement of another driver's table
 		}
 		p := card.Placements()[at]
 		w.OnDemand = w.OnDemand || !card.Fits(placed, p)
 		placed = append(placed, p)
 		w.Geometry = count(w.Geometry, p.Profile)
 	}
-	if w.OnDemand { // of such a GPU all placements are on offer
+	if w.OnDemand { // such a GPU offers all its placements
 		for _, c := range w.Geometry {
 			w.Profiles = append(w.Profiles, c.Profile)
 		}
@@ -393,7 +394,7 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 	return w, true
 }
 
-// count adds one of a profile to a geometry.
+// count adds one instance of a profile to a geometry.
 func count(g []mig.Count, p mig.Name) []mig.Count {
 	i := slices.IndexFunc(g, func(c mig.Count) bool { return c.Profile == p })
 	if i >= 0 {

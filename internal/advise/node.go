@@ -18,41 +18,41 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// node is a node that is laid out as a partition says, with the agent's own front-end, ledger
-// and plan, and a kubelet's books beside it. There is no hardware: what is planned is so.
+// node is a node that is laid out as a partition, with the agent's own front-end, ledger and plan,
+// and the kubelet's record of used devices. There is no hardware: each plan is in force at once.
 type node struct {
 	inv   *gpu.Inventory
 	front *deviceplugin.FrontEnd
 	input deviceplugin.Input
 	offer *deviceplugin.Offer
-	// demand are the GPUs with MIG on demand, and exact the resources that are given out
-	// through DRA: the scheduler knows what fits.
+	// demand are the GPUs with MIG on demand. exact are the resources that are given out through
+	// DRA: for these the scheduler knows what fits.
 	demand map[gpu.UUID]bool
 	exact  map[string]bool
-	// dynamic says that GPUs are what is asked of them first, wants what each is now, and
-	// users counts the allocations on each.
+	// dynamic is true if each GPU takes the layout that is asked for first. wants is the present
+	// layout of each GPU, and users the number of allocations on it.
 	dynamic bool
 	plan    plan.Input
 	wants   []config.Want
 	users   map[gpu.UUID]int
-	// inUse are the devices that pods have, by resource and ID, and standing the MIG
-	// instances of GPUs on demand.
+	// inUse are the devices that pods hold, by resource and ID. standing are the MIG instances of
+	// GPUs with MIG on demand.
 	inUse    map[string]map[string]bool
 	standing map[gpu.UUID][]mig.Placement
 	now      time.Time
 }
 
-// Node is what alternatives are tried on.
+// Node is the node on which alternatives are tried.
 type Node struct {
 	Inventory *gpu.Inventory
 	// Unit is the size of a memory unit.
 	Unit gpu.MiB
 }
 
-// names are those of resources inside a replay.
+// names are the names of resources inside a replay.
 var names = deviceplugin.ResourceNames("gpu")
 
-// lay lays a node out.
+// lay returns the node laid out as wants. It fails if the node cannot have that partition.
 func (n Node) lay(wants []config.Want) (*node, error) {
 	out := &node{
 		inv: &gpu.Inventory{GPUs: slices.Clone(n.Inventory.GPUs)}, demand: map[gpu.UUID]bool{},
@@ -70,16 +70,16 @@ func (n Node) lay(wants []config.Want) (*node, error) {
 		if d.MIG.Capable {
 			out.plan.MIG.Cards[d.UUID], _ = mig.NewCard(&d.MIG)
 		}
-		if w.Mode == config.Dynamic { // nothing, until somebody asks
+		if w.Mode == config.Dynamic { // nothing, until a pod asks
 			out.dynamic = true
 			*w = config.Want{GPU: w.GPU, Mode: config.Off}
 		}
-		if w.API == ledger.DRA { // the same pieces, packed by the scheduler
+		if w.API == ledger.DRA { // the same pieces, but the scheduler packs them
 			throughDRA[d.UUID], w.API = true, ledger.DevicePlugin
 		}
 	}
 	if out.dynamic && slices.ContainsFunc(wants, func(w config.Want) bool { return w.Mode != config.Dynamic }) {
-		return nil, errors.New("GPUs that are dynamic beside others are not replayed")
+		return nil, errors.New("a mixture of dynamic and other GPUs cannot be replayed")
 	}
 	l := ledger.New(func() {}, out.clock)
 	out.front = deviceplugin.New(l, out.clock)
@@ -97,7 +97,7 @@ func (n Node) lay(wants []config.Want) (*node, error) {
 	return out, nil
 }
 
-// arrange lays the GPUs out as they are wanted now.
+// arrange puts the layouts of wants in force.
 func (n *node) arrange() error {
 	for i := range n.inv.GPUs {
 		d, w := &n.inv.GPUs[i], &n.wants[i]
@@ -117,8 +117,8 @@ func (n *node) arrange() error {
 	return nil
 }
 
-// become makes an idle dynamic GPU, the first that is not yet, one that offers a resource; it
-// is false where there is none.
+// become gives an idle dynamic GPU the layout that offers a resource. It takes the first GPU that
+// does not have that layout, and reports whether there was one.
 func (n *node) become(resource string) bool {
 	kind, _ := names.Kind(resource)
 	to := config.Want{API: ledger.DevicePlugin}
@@ -127,7 +127,7 @@ func (n *node) become(resource string) bool {
 		to.TimeSlice, to.Compute = gpu.TimeSliceDefault, config.ComputeTimeSlice
 	case config.MIG:
 		to.OnDemand = true
-	case config.Whole, config.Keep, config.Off, config.Dynamic: // with nothing to choose
+	case config.Whole, config.Keep, config.Off, config.Dynamic: // nothing to choose
 	}
 	for i := range n.wants {
 		to.GPU = n.wants[i].GPU
@@ -135,21 +135,21 @@ func (n *node) become(resource string) bool {
 			continue
 		}
 		n.wants[i] = to
-		delete(n.standing, to.GPU) // MIG was off, or is
+		delete(n.standing, to.GPU) // MIG was off, or is off now
 		return n.arrange() == nil
 	}
 	return false
 }
 
-// settle makes of a GPU what it is once its partition is in force, and says which instances
-// the agent has made.
+// settle makes the MIG state of a GPU that of its partition. It returns the instances that the
+// agent would have made.
 func settle(d *gpu.Device, w *config.Want) (map[mig.Placement]bool, error) {
 	d.MIG.Pending, d.MIG.Instances, d.MIG.Enabled = nil, nil, w.Mode == config.MIG
 	made := map[mig.Placement]bool{}
 	if !d.MIG.Enabled {
 		return made, nil
 	}
-	card, _ := mig.NewCard(&d.MIG) // what is left out of it cannot be wanted
+	card, _ := mig.NewCard(&d.MIG) // no partition can want what the card leaves out
 	p, err := mig.Change(&d.MIG, card, nil, mig.Target{MIG: true, OnDemand: w.OnDemand, Geometry: w.Geometry})
 	if err != nil {
 		return nil, err
@@ -166,7 +166,7 @@ func settle(d *gpu.Device, w *config.Want) (map[mig.Placement]bool, error) {
 
 func (n *node) clock() time.Time { return n.now }
 
-// publish makes what is on offer known.
+// publish publishes the offer.
 func (n *node) publish() {
 	n.offer = n.front.Publish(func(held []ledger.Allocation) *deviceplugin.Offer {
 		n.input.Held = held
@@ -174,7 +174,7 @@ func (n *node) publish() {
 	})
 }
 
-// healthy is how many devices of a resource there are, whether a pod has them or not.
+// healthy returns how many devices of a resource there are, free or held.
 func (n *node) healthy(resource string) (count int) {
 	devices, _ := n.front.List(resource)
 	for i := range devices {
@@ -185,7 +185,7 @@ func (n *node) healthy(resource string) (count int) {
 	return count
 }
 
-// available are the devices of a resource that the kubelet counts as free.
+// available returns the devices of a resource that the kubelet counts as free.
 func (n *node) available(resource string) []string {
 	devices, _ := n.front.List(resource)
 	used := n.inUse[resource]
@@ -198,8 +198,8 @@ func (n *node) available(resource string) []string {
 	return out
 }
 
-// take gives a container devices; ok is false where there are none. Where GPUs are dynamic,
-// more and more of the idle ones become what is asked for.
+// take gives devices to a container. ok is false if there are not enough. If GPUs are dynamic, idle
+// ones take the layout one by one until there are.
 func (n *node) take(resource string, count int) (a ledger.Allocation, ok bool) {
 	for {
 		if of := n.available(resource); len(of) >= count {
@@ -213,8 +213,8 @@ func (n *node) take(resource string, count int) (a ledger.Allocation, ok bool) {
 	}
 }
 
-// grant gives devices as the kubelet does: of those that are free the ones that the agent
-// prefers, which it may refuse. The error says why.
+// grant gives out devices as the kubelet does. It asks the agent which of the free ones it prefers,
+// and then for these, which the agent may refuse with an error.
 func (n *node) grant(resource string, of []string, count int) (ledger.Allocation, error) {
 	ids, err := n.front.Prefer(resource, of, nil, count)
 	if err != nil {
@@ -237,8 +237,8 @@ func (n *node) grant(resource string, of []string, count int) (ledger.Allocation
 	return a, nil
 }
 
-// make makes the instances of grants on GPUs on demand that do not stand, in place of those
-// that the agent would destroy for it.
+// make makes the missing instances of grants on GPUs with MIG on demand, in place of those that the
+// agent would destroy for them.
 func (n *node) make(grants []ledger.Grant) {
 	made := false
 	for i := range grants {
@@ -252,7 +252,7 @@ func (n *node) make(grants []ledger.Grant) {
 		}
 		p, err := n.input.Cards[g.GPU].Make(stand, piece.At(g.Piece))
 		if err != nil {
-			continue // nothing that the front-end gives out
+			continue // the front-end does not give out such a placement
 		}
 		n.standing[g.GPU], made = slices.Clone(p.Result), true
 	}
@@ -261,7 +261,7 @@ func (n *node) make(grants []ledger.Grant) {
 	}
 }
 
-// stand makes known what stands on GPUs on demand, and what is on offer.
+// stand publishes the instances of GPUs with MIG on demand, and the offer.
 func (n *node) stand() {
 	for u, stand := range n.standing {
 		m := n.input.Changes.MIG[u]
@@ -276,7 +276,7 @@ func (n *node) held(u gpu.UUID, s mig.Placement) bool {
 	return n.inUse[names.OfProfile(s.Profile)][mig.ID(u, s)]
 }
 
-// put takes back what a container had: the kubelet's devices at once, and the allocation.
+// put takes back a container's devices: from the kubelet at once, and from the ledger.
 func (n *node) put(a *ledger.Allocation) {
 	for _, id := range deviceplugin.IDs(a.Grants) {
 		delete(n.inUse[a.Resource], id)
@@ -287,5 +287,5 @@ func (n *node) put(a *ledger.Allocation) {
 	n.front.Release(a.ID)
 }
 
-// pieces is what an allocation comes to.
+// pieces returns the pieces of an allocation.
 func (n *node) pieces(a *ledger.Allocation) []usage.Piece { return usage.PiecesOf(a.Grants, n.inv) }

@@ -14,52 +14,52 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Rules are how a replay goes where the node and the demand do not say it.
+// Rules are what a replay assumes of the scheduler and of pods.
 type Rules struct {
-	// Placer says that the scheduler knows what fits, as with gpu-agent
-	// placer: a pod waits rather than being refused.
+	// Placer is true if the scheduler knows what fits, as with gpu-agent placer. Then a pod waits
+	// and is not refused.
 	Placer bool
-	// Back says that a refused pod comes back, later and later, as a Job's does.
+	// Back is true if a refused pod comes back after a growing pause, as a Job's pod does.
 	Back bool
-	// Lag is how late the scheduler hears that an allocation has withdrawn devices of others,
-	// as one of a MIG instance on demand does. Until then it sends pods that are refused.
+	// Lag is how late the scheduler learns that an allocation has withdrawn devices of others, as
+	// one of a MIG instance on demand does. Until then it sends pods that are refused.
 	Lag time.Duration
 }
 
-// A Job makes the next pod so long after the first failure, then after twice that, up to the
-// most (kube-controller-manager 1.36).
+// A Job creates the next pod firstBack after the first failure. The pause doubles, up to mostBack
+// (kube-controller-manager 1.36).
 const (
 	firstBack = 10 * time.Second
 	mostBack  = 10 * time.Minute
 )
 
-// Outcome is what a partition would have made of a demand.
+// Outcome is the result of a demand on a partition.
 type Outcome struct {
-	// Served have had what they asked for. Refused is how often the kubelet has refused a pod,
-	// and Never counts the requests that no empty node of this kind can serve. Waited counts
-	// those for which there was no room at first, Waiting those of them for which there was
-	// none to the end.
+	// Served is the number of requests that got their devices. Refused is how often the kubelet
+	// refused a pod. Never is the number of requests that no empty node of this kind can serve.
+	// Waited is the number of requests without room at first, and Waiting the number of those that
+	// found none by the end.
 	Served, Refused, Never, Waited, Waiting int
-	// Wait is for how long they waited together, and Longest the longest of them.
+	// Wait is the sum of their waiting times, and Longest the longest.
 	Wait, Longest time.Duration
-	// Renamed counts the requests that have to ask for something else.
+	// Renamed is the number of requests that must ask for another resource.
 	Renamed int
-	// Packed is how full GPUs were of which anybody had something, and Idle the part of all
-	// GPUs' time in which nobody had anything of them, both from 0 to 1.
+	// Packed is how full GPUs were on average while a pod had something of them. Idle is the part
+	// of all GPUs' time when no pod had anything of them. Both are from 0 to 1.
 	Packed, Idle float64
-	// Names are what requests have to ask for instead, sorted; each is as often as in Count.
+	// Names are what requests must ask for instead, sorted, each with the number of such requests.
 	Names []Renaming
 }
 
-// Renaming is what requests ask for on a node that does not offer what they asked for.
+// Renaming is a change of what requests ask for, on a node that does not offer what they asked for.
 type Renaming struct {
 	From  string `json:"from"`
 	To    string `json:"to"`
 	Count int    `json:"requests"`
 }
 
-// Replay is what would have come of a demand on a node with this partition, a want for each
-// of its GPUs. The error says why the node cannot have it.
+// Replay returns the result of a demand on a node with the partition wants, which has a want for
+// each GPU. It fails if the node cannot have that partition.
 func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, error) {
 	n, err := on.lay(wants)
 	if err != nil {
@@ -74,61 +74,60 @@ func Replay(on Node, wants []config.Want, d *Demand, rules Rules) (Outcome, erro
 		known: map[string]int{}, share: map[gpu.UUID]float64{},
 	}
 	span := d.Span()
-	r.meet(d, empty)
-	r.hear(true)
+	r.translateAll(d, empty)
+	r.countDevices(true)
 	for len(r.events) > 0 && r.events[0].at < span {
 		at := r.events[0].at
-		r.pass(at)
+		r.advance(at)
 		for len(r.events) > 0 && r.events[0].at == at {
 			r.happen(heap.Pop(&r.events).(event))
 		}
 		r.schedule()
 	}
-	r.pass(span)
+	r.advance(span)
 	r.end(span)
 	return r.out, nil
 }
 
-// replay is one in progress.
+// replay is a replay that runs now.
 type replay struct {
 	node         *node
-	placer, back bool // see Rules, as is lag
+	placer, back bool // as in Rules, and so is lag
 	lag          time.Duration
 	at           time.Duration
 	events       events
 	seq          int
-	// waiting are the pods without a place, in the order in which they came.
+	// waiting are the pods without devices, in the order of their arrival.
 	waiting []*pending
-	// known is how many devices of each resource there are to the scheduler, which are free or
-	// a pod has.
+	// known is the number of devices of each resource that the scheduler counts, free or held.
 	known map[string]int
-	// share is how much of each GPU is given out. busy is the time of such GPUs, and given what
-	// was given out of them, both in seconds times GPUs.
+	// share is the part of each GPU that is given out. busy is the time of the GPUs with a share,
+	// and given the sum of share over that time, both in seconds times GPUs.
 	share       map[gpu.UUID]float64
 	busy, given float64
 	out         Outcome
 }
 
-// pending is a pod that has no place yet.
+// pending is a pod without devices.
 type pending struct {
 	*Request
 	*translated
-	// came is when it was made, and tries how often it was refused.
+	// came is when it was created first, and tries how often it was refused.
 	came  time.Duration
 	tries int
-	// passed says that there was no room for it at first.
+	// passed is true if there was no room for it at first.
 	passed bool
 }
 
-// translated is what requests of one shape come to.
+// translated is what requests of one shape ask for on this node.
 type translated struct {
 	key   string
 	wants []want
 	fits  bool
 }
 
-// event is a pod that comes, or one that ends; if it is neither, the scheduler hears how many
-// devices there are.
+// event is a pod that comes, or allocations that end. If it is neither, the scheduler learns the
+// number of devices.
 type event struct {
 	at   time.Duration
 	seq  int
@@ -136,7 +135,7 @@ type event struct {
 	ends []ledger.Allocation
 }
 
-// order is that of events of one time.
+// order returns the order of an event among those of one time.
 func (e *event) order() int {
 	switch {
 	case e.ends != nil:
@@ -148,7 +147,8 @@ func (e *event) order() int {
 	}
 }
 
-// events are by time, ends before all else, then in the order of their making.
+// events are sorted by time. At one time, ends come first, then news for the scheduler, then pods;
+// each in the order of creation.
 type events []event
 
 func (e events) Len() int { return len(e) }
@@ -170,8 +170,8 @@ func (r *replay) push(e event) {
 	heap.Push(&r.events, e)
 }
 
-// meet finds out what each request comes to, on an empty node.
-func (r *replay) meet(d *Demand, empty *node) {
+// translateAll finds out, on an empty node, what each request asks for.
+func (r *replay) translateAll(d *Demand, empty *node) {
 	asked, names := map[string]*translated{}, map[Renaming]int{}
 	for i := range d.Requests {
 		q := &d.Requests[i]
@@ -190,7 +190,7 @@ func (r *replay) meet(d *Demand, empty *node) {
 		for j, w := range t.wants {
 			if !w.own {
 				renamed = true
-				names[Renaming{From: q.Asks[j].String(), To: r.node.told(w)}]++
+				names[Renaming{From: q.Asks[j].String(), To: r.node.describe(w)}]++
 			}
 		}
 		if renamed {
@@ -207,15 +207,15 @@ func (r *replay) meet(d *Demand, empty *node) {
 	})
 }
 
-// pass lets the time pass.
-func (r *replay) pass(to time.Duration) {
+// advance moves the time on.
+func (r *replay) advance(to time.Duration) {
 	took := (to - r.at).Seconds()
 	for i := range r.node.inv.GPUs {
 		if u := r.node.inv.GPUs[i].UUID; r.node.users[u] > 0 {
 			r.busy += took
-			r.given += float64(took * r.share[u]) // not fused: the same on every architecture
+			r.given += float64(took * r.share[u]) // not fused, so the same on every architecture
 		} else {
-			delete(r.share, u) // to the last bit
+			delete(r.share, u) // exactly 0, without a rest
 		}
 	}
 	r.at = to
@@ -229,17 +229,17 @@ func (r *replay) happen(e event) {
 			r.charge(&e.ends[i], -1)
 			r.node.put(&e.ends[i])
 		}
-		r.hear(false)
+		r.countDevices(false)
 	case 1:
-		r.hear(true)
+		r.countDevices(true)
 	default:
 		r.waiting = append(r.waiting, e.pod)
 	}
 }
 
-// hear tells the scheduler how many devices there are: that there are more, or also that
-// there are less.
-func (r *replay) hear(less bool) {
+// countDevices tells the scheduler the numbers of devices that have grown, and if less is true also
+// those that have shrunk.
+func (r *replay) countDevices(less bool) {
 	for i := range r.node.offer.Resources {
 		name := r.node.offer.Resources[i].Name
 		if n := r.node.healthy(name); less || n > r.known[name] {
@@ -248,18 +248,18 @@ func (r *replay) hear(less bool) {
 	}
 }
 
-// charge counts an allocation on its GPUs, or with -1 takes it out again.
+// charge adds an allocation to the shares of its GPUs. With sign -1 it removes it.
 func (r *replay) charge(a *ledger.Allocation, sign int) {
 	for _, p := range r.node.pieces(a) {
 		r.share[p.GPU] += float64(sign) * p.Share
 	}
 }
 
-// schedule gives each pod that waits its place, if there is one, in the order in which they
-// came; one that has none holds up nobody.
+// schedule tries to place the waiting pods in the order of their arrival. A pod without room does
+// not delay those behind it.
 func (r *replay) schedule() {
 	var still []*pending
-	full := map[string]bool{} // what has no room now has none after others have taken some
+	full := map[string]bool{} // shapes without room; placing others makes no room for them
 	for _, p := range r.waiting {
 		if full[p.key] {
 			p.passed = true
@@ -296,8 +296,8 @@ const (
 	refused
 )
 
-// admit has the scheduler and then the kubelet look at a pod. The scheduler counts devices, by
-// what it has heard; behind the placer it asks the agent's packing.
+// admit lets the scheduler and then the kubelet decide on a pod. The scheduler counts devices that
+// it knows of. With the placer or through DRA it knows what fits.
 func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
 	need, exact := map[string]int{}, r.placer || r.node.dynamic
 	for _, w := range p.wants {
@@ -323,7 +323,7 @@ func (r *replay) admit(p *pending) (has []ledger.Allocation, v verdict) {
 		return nil, refused
 	}
 	if r.lag == 0 {
-		r.hear(true)
+		r.countDevices(true)
 	} else if slices.ContainsFunc(has, func(a ledger.Allocation) bool { return a.Kind().InMIG() }) {
 		r.push(event{at: r.at + r.lag})
 	}
@@ -341,7 +341,7 @@ func (r *replay) serve(p *pending, has []ledger.Allocation) {
 	}
 }
 
-// waited counts for how long a pod has waited by now.
+// waited adds the waiting time of a pod so far, if it had to wait.
 func (r *replay) waited(p *pending) {
 	if !p.passed && p.tries == 0 {
 		return
@@ -351,7 +351,7 @@ func (r *replay) waited(p *pending) {
 	r.out.Longest = max(r.out.Longest, r.at-p.came)
 }
 
-// end counts those who wait at the end of that time, and works out the rest.
+// end counts the pods that wait at the end, and computes the averages.
 func (r *replay) end(span time.Duration) {
 	left := r.waiting
 	for _, e := range r.events {

@@ -16,33 +16,32 @@ import (
 
 // Alternative is a partition that was tried.
 type Alternative struct {
-	// Name says it in a word or two. Present is the one that the node has, and Plain says that
-	// all GPUs are whole, shared by memory, dynamic, or have MIG on demand.
+	// Name describes it in a word or two. Present is true if the node has this partition now. Plain
+	// is true if all GPUs are whole, shared by memory, dynamic, or have MIG on demand.
 	Name           string
 	Present, Plain bool
-	// Wants has one for each GPU of the node, in its order.
+	// Wants has the wanted layout of each GPU, in the node's order.
 	Wants []config.Want
 	Outcome
 }
 
-// Advice is what came of all that was tried.
+// Advice is the result of a search.
 type Advice struct {
 	// Tried are the alternatives, the best first.
 	Tried []Alternative
-	// All says that there is no other partition: each GPU whole, in memory units, or with any
-	// set of MIG instances of the profiles that matter, fixed or on demand. Otherwise a part
-	// of them was searched. Possible is how many there are: with each way to deal them out to
-	// GPUs of one kind where that is not too many, and otherwise with one of them.
+	// All is true if every partition was tried. A partition has each GPU whole, in memory units, or
+	// with any set of MIG instances of the profiles that matter, fixed or on demand. Possible is
+	// the number of partitions. If that is within Limits.Tries, it counts each assignment of
+	// layouts to like GPUs. Otherwise it counts only one of these assignments.
 	All      bool
 	Possible int
-	// Notes are what was left out, for people.
+	// Notes tell people what was left out.
 	Notes []string
 }
 
-// Better compares what came of two partitions: first the most requests served, then the fewest
-// refused or never to be served, then the shortest time waited, then the fewest pods that have to ask for something
-// else, then the present partition, then the most GPUs left idle. It is negative where a is
-// better.
+// Better compares two partitions by their results, and is negative if a is better. The criteria, in
+// this order: the most requests served, the fewest refused or never served, the shortest wait, the
+// fewest pods that must ask for another resource, the present partition, the most idle GPUs.
 func Better(a, b *Alternative) int {
 	present := func(x *Alternative) int {
 		if x.Present {
@@ -62,15 +61,17 @@ func Better(a, b *Alternative) int {
 
 // Limits bound a search.
 type Limits struct {
-	// Tries is how many partitions are replayed at most.
+	// Tries is the largest number of partitions that are replayed.
 	Tries int
-	// Dynamic says that GPUs may be dynamic: the cluster has what that takes. All are, or none.
+	// Dynamic is true if the cluster supports dynamic GPUs. The search then also tries a partition
+	// with all GPUs dynamic.
 	Dynamic bool
 }
 
-// Search tries partitions on a node. Those in which all GPUs that can are the same come first,
-// then every mixture, or where these are more than the limit, those that are reached from the
-// best by changing some GPUs at a time.
+// Search tries partitions on a node. It begins with those that have the same layout on all GPUs
+// that can have it. Then it tries every mixture, or if there are more than the limit, those that it
+// reaches from the best by changing some GPUs at a time. It fails if the node cannot have the
+// present partition or any other.
 func Search(on Node, present []config.Want, d *Demand, rules Rules, limits Limits) (*Advice, error) {
 	s := &search{node: on, demand: d, rules: rules, left: limits.Tries, seen: map[string]bool{}}
 	if err := s.list(); err != nil {
@@ -95,28 +96,29 @@ func Search(on Node, present []config.Want, d *Demand, rules Rules, limits Limit
 		s.climb()
 	}
 	if len(s.Tried) == 0 {
-		return nil, fmt.Errorf("no partition can be had on these %d GPUs", len(on.Inventory.GPUs))
+		return nil, fmt.Errorf("these %d GPUs can have none of the partitions that were tried", len(on.Inventory.GPUs))
 	}
 	slices.SortStableFunc(s.Tried, func(a, b Alternative) int { return Better(&a, &b) })
 	return &s.Advice, nil
 }
 
-// search is one in progress.
+// search is a search that runs now.
 type search struct {
 	Advice
 	node   Node
 	demand *Demand
 	rules  Rules
 	left   int
-	// group is the first GPU that each GPU is like, and options what it can be.
+	// group has for each GPU the index of the first GPU like it, and options the layouts that it
+	// can have.
 	group   []int
 	options [][]option
 	seen    map[string]bool
-	// ordered says that it counts which of like GPUs is which.
+	// ordered is true if partitions count as different when like GPUs swap their layouts.
 	ordered bool
 }
 
-// option is what a GPU can be.
+// option is a layout that a GPU can have.
 type option struct {
 	name string
 	config.Want
@@ -129,7 +131,7 @@ const (
 	onDemand = "mig on demand"
 )
 
-// list finds out what each GPU can be.
+// list finds out the options of each GPU.
 func (s *search) list() error {
 	gpus := s.node.Inventory.GPUs
 	if len(gpus) == 0 {
@@ -146,7 +148,7 @@ func (s *search) list() error {
 	return nil
 }
 
-// alike reports whether the same can be made of two GPUs.
+// alike reports whether two GPUs can have the same layouts.
 func alike(a, b *gpu.Device) bool {
 	same := func(p, q gpu.Profile) bool {
 		return p.Name == q.Name && p.Memory == q.Memory && p.Max == q.Max && slices.Equal(p.Placements, q.Placements)
@@ -161,7 +163,7 @@ const (
 	mostGeometries = 400
 )
 
-// optionsOf lists what a GPU can be.
+// optionsOf returns the layouts that a GPU can have.
 func (s *search) optionsOf(d *gpu.Device) []option {
 	if d.Fault != "" {
 		return []option{{"off", config.Want{Mode: config.Off}}}
@@ -178,8 +180,8 @@ func (s *search) optionsOf(d *gpu.Device) []option {
 	}
 	card, _ := mig.NewCard(&d.MIG)
 	if !card.Known() {
-		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver tells only in MIG mode "+
-			"where instances can stand. An inventory of one in MIG mode says more.", d.Index))
+		s.Notes = append(s.Notes, fmt.Sprintf("MIG is left out for GPUs like %d: their driver lists placements only "+
+			"in MIG mode. Record the inventory of such a GPU in MIG mode.", d.Index))
 		return out
 	}
 	out = append(out, option{onDemand, config.Want{Mode: config.MIG, API: ledger.DevicePlugin, OnDemand: true}})
@@ -191,8 +193,8 @@ func (s *search) optionsOf(d *gpu.Device) []option {
 	return out
 }
 
-// profiles are those that matter: which somebody asks for, or which are the least that hold
-// what somebody asks for.
+// profiles returns the profiles that matter: those that requests ask for, and the smallest ones
+// that hold what requests ask for.
 func (s *search) profiles(d *gpu.Device) (out []mig.Name) {
 	n := &node{inv: &gpu.Inventory{GPUs: []gpu.Device{*d}}}
 	var all []mig.Name
@@ -221,7 +223,7 @@ func (s *search) profiles(d *gpu.Device) (out []mig.Name) {
 			out = append(out, p)
 		}
 	}
-	if len(out) > mostProfiles { // those that are asked for most
+	if len(out) > mostProfiles { // keep those that are asked for most
 		slices.SortStableFunc(out, func(a, b mig.Name) int { return cmp.Compare(weight[b], weight[a]) })
 		out = out[:mostProfiles]
 		slices.SortFunc(out, mig.Compare)
@@ -229,7 +231,7 @@ func (s *search) profiles(d *gpu.Device) (out []mig.Name) {
 	return out
 }
 
-// geometries are all sets of instances of the profiles that matter that a card can have.
+// geometries returns all sets of instances of the profiles that matter that a card can have.
 func (s *search) geometries(d *gpu.Device, card *mig.Card) (out [][]mig.Count) {
 	profiles := s.profiles(d)
 	var grow func(from int, has []mig.Count)
@@ -249,7 +251,7 @@ func (s *search) geometries(d *gpu.Device, card *mig.Card) (out [][]mig.Count) {
 	return out
 }
 
-// try replays the demand on a partition that was not tried before.
+// try replays the demand on a partition, unless it was tried before or the limit is reached.
 func (s *search) try(name string, wants []config.Want, present bool) error {
 	key := s.key(wants)
 	if s.seen[key] || s.left <= 0 && !s.All && !present {
@@ -268,8 +270,8 @@ func (s *search) try(name string, wants []config.Want, present bool) error {
 	return nil
 }
 
-// key is the same for partitions that are one, or that do the same to as many GPUs of each kind
-// where the order does not count.
+// key returns the same text for equal partitions. Without ordered, it does so also for those that
+// give the same layouts to as many GPUs of each kind.
 func (s *search) key(wants []config.Want) string {
 	words := make([]string, len(wants))
 	for i := range wants {
@@ -283,17 +285,17 @@ func (s *search) key(wants []config.Want) string {
 	return strings.Join(words, "\n")
 }
 
-// choice tries a partition that is made of options.
+// choice tries the partition with these options.
 func (s *search) choice(pick []int) {
 	wants := make([]config.Want, len(pick))
 	for i, o := range pick {
 		wants[i] = s.options[i][o].Want
 		wants[i].GPU = s.node.Inventory.GPUs[i].UUID
 	}
-	_ = s.try(s.name(pick), wants, false) // one that a card cannot have is none
+	_ = s.try(s.name(pick), wants, false) // a partition that a card cannot have is left out
 }
 
-// name is a partition in words: "whole", or "GPUs 0-1 whole, 2 mig 7x1g.10gb".
+// name describes a partition: "whole", or "GPU 0-1 whole, 2 mig 7x1g.10gb".
 func (s *search) name(pick []int) string {
 	of := func(i int) string { return s.options[i][pick[i]].name }
 	var parts []string
@@ -314,7 +316,7 @@ func (s *search) name(pick []int) string {
 	return "GPU " + strings.Join(parts, ", ")
 }
 
-// uniform tries what can be the same on all GPUs that can have it; the others are whole.
+// uniform tries each option on all GPUs that can have it. The other GPUs are whole.
 func (s *search) uniform() {
 	var done []string
 	for g := range s.options {
@@ -346,11 +348,11 @@ func (s *search) dynamic() {
 	_ = s.try("dynamic", wants, false)
 }
 
-// most bounds what count counts.
+// most bounds the result of count.
 const most = 1 << 30
 
-// count is how many partitions there are; without ordered, of those that differ in which of
-// like GPUs is which alone only one.
+// count returns the number of partitions. Without ordered, it counts those that only swap the
+// layouts of like GPUs once.
 func (s *search) count(ordered bool) int {
 	all := 1
 	for g := range s.group {
@@ -379,14 +381,14 @@ func (s *search) count(ordered bool) int {
 	return all
 }
 
-// every tries all of them, from a GPU on.
+// every tries all options of the GPUs from an index on.
 func (s *search) every(from int, pick []int) {
 	if from == len(pick) {
 		s.choice(pick)
 		return
 	}
 	least := 0
-	for i := range from { // of like GPUs the order does not matter
+	for i := range from { // the order of like GPUs does not matter
 		if !s.ordered && s.group[i] == s.group[from] {
 			least = pick[i]
 		}
@@ -397,7 +399,7 @@ func (s *search) every(from int, pick []int) {
 	}
 }
 
-// climb goes from the best to its neighbours, as long as one of them is better.
+// climb tries the neighbours of the best alternative, as long as one of them is better.
 func (s *search) climb() {
 	for {
 		best := slices.MinFunc(s.Tried, func(a, b Alternative) int { return Better(&a, &b) })
@@ -407,9 +409,9 @@ func (s *search) climb() {
 	}
 }
 
-// around tries the neighbours of a partition, in which some of the GPUs that are alike, and laid
-// out alike, are something else. It says whether one of them is better. One GPU would not be
-// enough: where a name is offered, all who ask for it by that name go there.
+// around tries the neighbours of a partition: they change some of the GPUs that are alike and have
+// the same layout. It reports whether one of them is better. Changing one GPU is not enough: once a
+// name is offered, all requests for that name go there.
 func (s *search) around(of *Alternative) bool {
 	before := len(s.Tried)
 	var done []int
@@ -435,7 +437,7 @@ func (s *search) around(of *Alternative) bool {
 	return slices.ContainsFunc(s.Tried[before:], func(a Alternative) bool { return Better(&a, of) < 0 })
 }
 
-// describe names a partition of options, and one that is the present in part.
+// describe names a partition of options, or one that has a part of the present partition.
 func (s *search) describe(wants []config.Want) string {
 	pick := make([]int, len(wants))
 	for i := range wants {

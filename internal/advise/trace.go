@@ -14,33 +14,33 @@ import (
 	"time"
 )
 
-// Trace is what the API server had of pods and Events.
+// Trace has the pods and Events that the API server had.
 type Trace struct {
 	pods map[string]*pod
-	// warned are the pods by whose Events the scheduler found no room for them, and last is
-	// the time of the last thing told.
+	// warned has the UIDs of pods with an Event that the scheduler found no room for them. last is
+	// the latest time in the trace.
 	warned map[string]bool
 	last   time.Time
 }
 
-// pod is what counts of a pod.
+// pod has what is needed of a pod.
 type pod struct {
 	name, node              string
 	created, started, ended time.Time
 	asks                    []wish
-	// refused says that the kubelet has refused it, claims that it names ResourceClaims, and
-	// inits that its init containers ask for something.
+	// refused is true if the kubelet has refused the pod, claims if it names ResourceClaims, and
+	// inits if its init containers ask for devices.
 	refused, claims, inits bool
 }
 
-// wish is an amount of a resource that a container asks for, negative where it is no number
-// of devices.
+// wish is the amount of a resource that a container asks for. It is negative if the amount is not a
+// whole number.
 type wish struct {
 	resource string
 	n        int
 }
 
-// The parts of Kubernetes' objects that count.
+// The parts of Kubernetes objects that are needed.
 type (
 	object struct {
 		Kind     string `json:"kind"`
@@ -63,11 +63,11 @@ type (
 			StartTime         *time.Time  `json:"startTime"`
 			ContainerStatuses []container `json:"containerStatuses"`
 		} `json:"status"`
-		// Items are a List's, Type and Object of a watch that tells what has happened.
+		// Items are those of a List. Type and Object are those of a watch event.
 		Items  []json.RawMessage `json:"items"`
 		Type   string            `json:"type"`
 		Object json.RawMessage   `json:"object"`
-		// An Event's.
+		// These are an Event's.
 		Reason         string     `json:"reason"`
 		LastTimestamp  *time.Time `json:"lastTimestamp"`
 		EventTime      *time.Time `json:"eventTime"`
@@ -89,9 +89,10 @@ type (
 	}
 )
 
-// ReadTrace reads what `kubectl get pods,events -A -o json` prints, or what the same prints
-// with --watch, or --output-watch-events too: any number of JSON documents, each a List, a Pod
-// or an Event. Of a pod that comes again the last word counts. Other kinds are passed over.
+// ReadTrace reads the output of `kubectl get pods,events -A -o json`, also with --watch or
+// --output-watch-events. It may have any number of JSON documents, each a List, a Pod or an Event.
+// Of a pod that comes twice, the last version counts. Other kinds are ignored. It fails if there is
+// no document, or one that is invalid.
 func ReadTrace(in io.Reader) (*Trace, error) {
 	t := &Trace{pods: map[string]*pod{}, warned: map[string]bool{}}
 	dec := json.NewDecoder(in)
@@ -106,20 +107,21 @@ func ReadTrace(in io.Reader) (*Trace, error) {
 		}
 		if err != nil {
 			return nil, fmt.Errorf("read the trace: document %d: "+
-				"%w (it is to be what `kubectl get pods,events -A -o json` prints)", n, err)
+				"%w (expected is what `kubectl get pods,events -A -o json` prints)", n, err)
 		}
 	}
 }
 
-// mostNested is how deep an object of a List of a watch lies.
+// mostNested is the largest depth of an object: a watch event may have a List, which has the
+// object.
 const mostNested = 3
 
-// resolution is that of Kubernetes' times. A pod was made in the second that begins at its
-// creationTimestamp: it is taken to have come at the end of it, or at the moment of its
-// allocation if that is earlier, so that what ended in the same second has ended.
+// resolution is that of Kubernetes' times. A pod was created within the second that begins at its
+// creationTimestamp. The replay lets it come at the end of that second, or at its allocation if
+// that is earlier. So pods that ended in the same second have ended.
 const resolution = time.Second
 
-// take takes in an object; event is what a watch says of it.
+// take takes in an object. event is the type of its watch event, or "".
 func (t *Trace) take(raw json.RawMessage, event string, depth int) error {
 	var o object
 	if err := json.Unmarshal(raw, &o); err != nil {
@@ -127,7 +129,7 @@ func (t *Trace) take(raw json.RawMessage, event string, depth int) error {
 	}
 	switch {
 	case depth > mostNested:
-		return errors.New("lists in lists in lists")
+		return errors.New("its lists are nested too deep")
 	case o.Kind == "" && len(o.Object) > 0:
 		return t.take(o.Object, o.Type, depth+1)
 	case o.Kind == "Pod" && o.Metadata.UID == "":
@@ -206,8 +208,8 @@ func (t *Trace) pod(o *object, deleted bool) error {
 	return nil
 }
 
-// wishes are what a container asks for, by name, of resources that have a domain, as those
-// of devices have.
+// wishes returns what a container asks for, by name. It has only resources with a domain, as
+// devices have.
 func (c *container) wishes() (out []wish) {
 	asked := maps.Clone(c.Resources.Requests)
 	if asked == nil {
@@ -230,7 +232,7 @@ func (c *container) wishes() (out []wish) {
 	return out
 }
 
-// span is from when to when the trace tells.
+// span returns the times at which the trace begins and ends.
 func (t *Trace) span() (first, last time.Time) {
 	for _, p := range t.pods {
 		if made := p.created.Add(-resolution); first.IsZero() || made.Before(first) {
@@ -240,8 +242,8 @@ func (t *Trace) span() (first, last time.Time) {
 	return first, t.last
 }
 
-// others adds the pods of the trace that the journal does not have: those that have never
-// come to the node, those that it has refused, and those that it had before the journal began.
+// others adds the pods of the trace that the journal does not have: those that never came to the
+// node, those that it refused, and those that it had before the journal began.
 func (g *gathering) others(j *Journal) {
 	g.matched = map[int]bool{}
 	if g.trace == nil {
@@ -298,13 +300,13 @@ func (g *gathering) others(j *Journal) {
 		}
 	}
 	if gone > 0 {
-		g.Notes = append(g.Notes, fmt.Sprintf("Pods that found no room by their Events and are not in the trace are "+
-			"left out, since what they asked for is not known: %d.", gone))
+		g.Notes = append(g.Notes, fmt.Sprintf("Pods whose Events report that they found no room, but that are not in "+
+			"the trace, are left out, since what they asked for is not known: %d.", gone))
 	}
 }
 
-// nodes tells which nodes are this one: that named, or those of the pods that the journal
-// has, or where it has none of them all.
+// nodes returns a function that reports whether a node is this one: the named one, or else the node
+// of the pods that the journal has. If the trace has none of these, all nodes are.
 func (g *gathering) nodes() func(string) bool {
 	ours := map[string]bool{}
 	if g.Node != "" {
@@ -319,7 +321,7 @@ func (g *gathering) nodes() func(string) bool {
 	return func(name string) bool { return len(ours) == 0 || ours[name] }
 }
 
-// asks are what a pod asks for of the node's resources; ok is false where a part is left out.
+// asks returns what a pod asks for of the node's resources. ok is false if a part is left out.
 func (g *gathering) asks(p *pod) (out []Ask, ok bool) {
 	ok = !p.claims
 	for _, w := range p.asks {
@@ -336,11 +338,12 @@ func (g *gathering) asks(p *pod) (out []Ask, ok bool) {
 	return out, ok
 }
 
-// near is how far the times of a refusal in the journal and of its pod may be apart.
+// near is the largest difference between the times of a refusal in the journal and of its pod.
 const near = time.Minute
 
-// match finds the refusal of the journal that a pod of the trace is, so that it is counted
-// once: of those that asked for the same, the next in time. It returns when that was.
+// match finds the journal's refusal of a pod of the trace, so that it is counted once. Of the
+// refusals of the same ask it takes the nearest in time. It returns the time of the refusal, or
+// zero if there is none.
 func (g *gathering) match(j *Journal, p *pod, asks []Ask) (at time.Time) {
 	best, apart := -1, near
 	for i, r := range j.refused {

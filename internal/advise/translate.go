@@ -14,19 +14,18 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// want is what an ask comes to on a node that is laid out in some way: so many devices of a
-// resource.
+// want is what an ask becomes on a node with a given layout: a number of devices of a resource.
 type want struct {
 	resource string
 	n        int
-	// memory is what all of them have together, and own says that it is what was asked for,
-	// by its name.
+	// memory is the size of all of them together. own is true if it is the resource that was asked
+	// for.
 	memory gpu.MiB
 	own    bool
 }
 
-// told is what a container asks for.
-func (n *node) told(w want) string {
+// describe describes what a container must ask for.
+func (n *node) describe(w want) string {
 	if n.dynamic && !w.own {
 		return "a claim of gpu-memory with " + size(w.memory)
 	}
@@ -34,11 +33,10 @@ func (n *node) told(w want) string {
 	return fmt.Sprintf("%s: %d", short, w.n)
 }
 
-// translate finds what each ask comes to on a node of which nothing is taken: what was asked
-// for where the node offers it and could ever serve it, and otherwise the resource with the
-// least memory that has enough of it. fits is false where an empty node cannot serve them
-// all: they are then asked for by their own names, and there are none where the node has no
-// such name.
+// translate finds what each ask becomes on an empty node. It stays as it is if the node offers that
+// resource and could serve the ask. Otherwise it becomes the resource with the least memory that
+// has enough of it. fits is false if an empty node cannot serve them all. Then out has the
+// resources that were asked for, or is nil if the node does not offer one of these.
 func (n *node) translate(asks []Ask) (out []want, fits bool) {
 	var had []ledger.Allocation
 	defer func() {
@@ -66,7 +64,7 @@ func (n *node) translate(asks []Ask) (out []want, fits bool) {
 	return out, fits
 }
 
-// ways are those to serve an ask, the best first.
+// ways returns the ways to serve an ask, the best first.
 func (n *node) ways(a Ask) (out []want) {
 	if n.dynamic {
 		return n.claims(a)
@@ -95,8 +93,8 @@ func (n *node) ways(a Ask) (out []want) {
 	return out
 }
 
-// claims are the ways where GPUs are dynamic: whole GPUs and MIG instances are asked for as
-// ever, and memory by a claim.
+// claims returns the ways if GPUs are dynamic: whole GPUs and MIG instances keep their names, and
+// memory becomes a claim.
 func (n *node) claims(a Ask) []want {
 	kind := a.Kind
 	if !kind.Dynamic() {
@@ -110,7 +108,7 @@ func (n *node) claims(a Ask) []want {
 	return []want{w}
 }
 
-// as is how many devices of a kind an ask needs; ok is false where none will do.
+// as returns how many devices of a kind an ask needs. ok is false if that kind cannot serve it.
 func (n *node) as(a Ask, kind piece.Kind, profile mig.Name) (w want, ok bool) {
 	if kind == a.Kind && profile == a.Profile && !kind.Together() {
 		return want{n: a.Count, memory: gpu.MiB(a.Count) * n.least(kind, profile)}, true
@@ -124,7 +122,7 @@ func (n *node) as(a Ask, kind piece.Kind, profile mig.Name) (w want, ok bool) {
 			return w, false
 		}
 		w.n = int((each*gpu.MiB(a.Count) + unit - 1) / unit)
-		if a.Kind.Alone() { // all that one has
+		if a.Kind.Alone() { // all that one GPU has
 			w.n = int(each / unit)
 		}
 		w.memory = gpu.MiB(w.n) * unit
@@ -136,8 +134,8 @@ func (n *node) as(a Ask, kind piece.Kind, profile mig.Name) (w want, ok bool) {
 	}
 }
 
-// needs is how much memory each device of an ask has on this node; enough is false where that
-// is not known.
+// needs returns how much memory each device of an ask has on this node. enough is false if that is
+// not known.
 func (n *node) needs(a Ask) (each gpu.MiB, enough bool) {
 	switch {
 	case a.Kind.Alone():
@@ -152,8 +150,8 @@ func (n *node) needs(a Ask) (each gpu.MiB, enough bool) {
 	return each, each > 0
 }
 
-// serves reports whether instances of a profile do for what an ask wants of each. A whole GPU
-// is worth no less than the largest instance.
+// serves reports whether instances of a profile can serve each device of an ask. Only the largest
+// instance can serve a whole GPU.
 func (n *node) serves(a Ask, each gpu.MiB, enough bool, profile mig.Name) bool {
 	most := mig.Name{}
 	for i := range n.inv.GPUs {
@@ -175,7 +173,7 @@ func (n *node) serves(a Ask, each gpu.MiB, enough bool, profile mig.Name) bool {
 	return enough && n.instance(profile) >= each && profile.Slices >= a.Profile.Slices
 }
 
-// instance is the memory of an instance of a profile on this node, 0 where no GPU has it.
+// instance returns the memory of an instance of a profile on this node, 0 if no GPU has it.
 func (n *node) instance(profile mig.Name) (memory gpu.MiB) {
 	for i := range n.inv.GPUs {
 		for _, p := range n.inv.GPUs[i].MIG.Profiles {
@@ -187,7 +185,7 @@ func (n *node) instance(profile mig.Name) (memory gpu.MiB) {
 	return memory
 }
 
-// least is the memory that any device of a kind has at least.
+// least returns the memory that every device of a kind has at least.
 func (n *node) least(kind piece.Kind, profile mig.Name) (memory gpu.MiB) {
 	switch {
 	case kind.InMIG():

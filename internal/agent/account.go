@@ -22,27 +22,27 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Account is what the usage journal is kept with, and by: the agent that it is given to tells
-// it what happens. A nil one hears everything and keeps nothing.
+// Account keeps the usage journal. The agent that it is given to tells it what happens. A nil
+// Account ignores all of it.
 type Account struct {
 	Journal meter.Journal
-	// Used is what the watchdog last saw, Sampled the same with what the driver says of
-	// processes at the moment, Labels the labels of the node's pods by UID, of
-	// which Keys are wanted; nil where none are.
+	// Used returns what the watchdog last saw of each container. Sampled returns the same and asks
+	// the driver for the present processes. Labels returns the labels of the node's pods, by UID;
+	// nil if no labels are wanted. Keys are the wanted labels.
 	Used    func() []status.Container
 	Sampled func(context.Context, time.Time) []status.Container
 	Labels  func(context.Context) (map[string]map[string]string, error)
 	Keys    []string
-	// IdleAfter is the time after which a grant that nobody uses is told of; zero is never.
+	// IdleAfter is the time after which an unused grant is reported. Zero means never.
 	IdleAfter time.Duration
 	Version   string
 
 	meter *meter.Meter
-	// heard says that kubelet and runtime have both said who has what.
+	// heard is true once the kubelet and the runtime have both answered who holds what.
 	heard atomic.Bool
 }
 
-// begin has the account be that of an agent.
+// begin connects the account to an agent.
 func (c *Account) begin(l *ledger.Ledger, w *Worlds, latest func() *Snapshot, wake func(), log *slog.Logger) {
 	if c == nil {
 		return
@@ -53,7 +53,7 @@ func (c *Account) begin(l *ledger.Ledger, w *Worlds, latest func() *Snapshot, wa
 			if s := latest(); s.hardware.Answered {
 				return s.hardware.Inventory
 			}
-			return &gpu.Inventory{} // what is remembered of one lacks what a MIG instance comes to
+			return &gpu.Inventory{} // a restored inventory lacks the sizes of MIG instances
 		},
 		Heard: c.heard.Load, Changed: wake, Now: time.Now, Log: log}
 	if w.Cluster != nil {
@@ -67,17 +67,17 @@ func (c *Account) begin(l *ledger.Ledger, w *Worlds, latest func() *Snapshot, wa
 // run keeps the account until ctx ends.
 func (c *Account) run(ctx context.Context) error { return c.meter.Run(ctx) }
 
-// Usage is what the account comes to, for one scrape of the metrics.
+// Usage returns the account for one scrape of the metrics.
 func (c *Account) Usage() usage.Shown { return c.meter.Scraped() }
 
-// note leaves a record.
+// note adds a record.
 func (c *Account) note(r usage.Record) {
 	if c != nil {
 		c.meter.Note(r)
 	}
 }
 
-// round is called at the end of each round.
+// round is called at the end of each round. heard is Witnesses.Heard.
 func (c *Account) round(heard bool) {
 	if c != nil {
 		c.heard.Store(heard)
@@ -92,7 +92,7 @@ func (c *Account) conditions() []status.Condition {
 	return c.meter.Conditions()
 }
 
-// refused notes a request of the kubelet's that was refused.
+// refused records a request of the kubelet that the agent refused.
 func (c *Account) refused(resource string, n int, ids []string, err error) {
 	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DevicePlugin, Resource: resource, Count: n,
 		Reason: status.CauseOf(err, status.NotOffered).Reason, Message: err.Error()}
@@ -105,7 +105,7 @@ func (c *Account) refused(resource string, n int, ids []string, err error) {
 	c.note(r)
 }
 
-// refusedClaim notes a claim that can never be prepared.
+// refusedClaim records a claim that can never be prepared.
 func (c *Account) refusedClaim(claim *agentkube.Claim, why status.Cause) {
 	r := usage.Record{Event: usage.Refused, FrontEnd: ledger.DRA, Reason: why.Reason,
 		Message: "claim " + claim.Name + ": " + why.Message}
@@ -115,7 +115,7 @@ func (c *Account) refusedClaim(claim *agentkube.Claim, why status.Cause) {
 	c.note(r)
 }
 
-// evicting notes the pods that evict has evicted.
+// evicting returns an evict that also records the evicted pods; nil if evict is nil.
 func (c *Account) evicting(evict func(context.Context, workload.Pod) error) func(context.Context, workload.Pod) error {
 	if evict == nil {
 		return nil
@@ -134,8 +134,8 @@ func (c *Account) evicted(p workload.Pod, why status.Reason, message string) {
 		Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}})
 }
 
-// cut notes a step of a change to a GPU's MIG mode or instances.
-func (c *Account) cut(u gpu.UUID, s mig.Step, err error) {
+// recordStep records a step of a change to a GPU's MIG mode or instances.
+func (c *Account) recordStep(u gpu.UUID, s mig.Step, err error) {
 	r := usage.Record{Event: usage.Cut, GPU: u, Op: string(s.Op)}
 	if s.Placement != (mig.Placement{}) {
 		r.Placement = s.Placement.String()
@@ -146,7 +146,7 @@ func (c *Account) cut(u gpu.UUID, s mig.Step, err error) {
 	c.note(r)
 }
 
-// laidOut notes what a GPU is laid out as from now on.
+// laidOut records a GPU's new layout.
 func (c *Account) laidOut(u gpu.UUID, to plan.Layout) {
 	as := to.Mode()
 	if to.InMIG() && !to.Dynamic {
@@ -155,8 +155,7 @@ func (c *Account) laidOut(u gpu.UUID, to plan.Layout) {
 	c.note(usage.Record{Event: usage.Cut, GPU: u, Op: "layout", Placement: as})
 }
 
-// Offences passes on what the watchdog has done about offences: to metrics, and to the
-// account.
+// Offences passes the watchdog's actions against offences on to the metrics and the account.
 type Offences struct {
 	Metrics interface {
 		Ended(kind memcap.Kind, after time.Duration)
@@ -165,7 +164,7 @@ type Offences struct {
 	Account *Account
 }
 
-// Ended is guard.Observer's.
+// Ended implements guard.Observer.
 func (o Offences) Ended(e guard.End) {
 	o.Metrics.Ended(e.Kind, e.After)
 	why := status.CapExceeded
@@ -177,7 +176,7 @@ func (o Offences) Ended(e guard.End) {
 		Message: status.Why(why, "it used %d MiB and could have %d", e.Used>>20, e.Cap>>20).Message})
 }
 
-// Evicted is guard.Observer's.
+// Evicted implements guard.Observer.
 func (o Offences) Evicted(p workload.Pod, offences int) {
 	o.Metrics.Evicted()
 	why := status.Why(status.CapEvicted, "after %d offences within an hour", offences)

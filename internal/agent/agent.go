@@ -18,43 +18,42 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// How often the loop looks when nobody wakes it, and how long it waits for
-// others.
+// Periods and timeouts of the loop.
 const (
-	// inventoryEvery is how long a reading of the driver is believed. Events,
-	// probes of faulty GPUs and changes of the partition come before.
-	// blindEvery is the same where the driver tells of no events.
+	// inventoryEvery is the age at which a reading of the driver is renewed. GPU events and probes
+	// of faulty GPUs cause a reading earlier. blindEvery replaces it while the driver sends no
+	// events.
 	inventoryEvery = 5 * time.Minute
 	blindEvery     = 15 * time.Second
-	// lookPatience is how long a round waits for a reading, and driverPatience
-	// how long a reading may take: look-ups take up to five seconds on a B200
-	// with many instances. readPauseMax bounds the pause after one that failed.
+	// lookPatience is how long a round waits for a reading. driverPatience bounds a reading, and
+	// other calls of the driver: a look-up takes up to five seconds on a B200 with many instances.
+	// readPauseMax bounds the pause after a failed reading.
 	lookPatience   = time.Second
 	driverPatience = 10 * time.Second
 	readPauseMax   = 5 * time.Second
-	// waitEvery is how often the runtime is asked while a container waits for the
-	// one before it on its devices.
-	// The runtime's events come first where it has some.
+	// waitEvery is the longest sleep while a container waits for the previous holder of its devices
+	// to end. Events of the runtime, if it sends any, wake the loop earlier.
 	waitEvery = time.Second
-	// holdersEvery and silentFor are as the witnesses have them.
+	// holdersEvery is how often the loop asks the kubelet and the runtime (the witnesses) who holds
+	// what. silentFor is how long one of them may be away before the agent reports it.
 	holdersEvery = deviceplugin.LookEvery
 	silentFor    = deviceplugin.SilentFor
-	// othersEvery is how often the kubelet is asked what other device plugins
-	// offer, and othersLinger how long after it was last seen theirs a GPU is not
-	// offered, and how long a new checkpoint is believed without another witness.
-	// othersSoon is the same as othersEvery after a new checkpoint: one
-	// is written with every list of any plugin, and with every Allocate.
-	// While there are others it is asked every othersPresent: nothing tells when
-	// they have gone.
+	// othersEvery is how often the loop asks the kubelet what other device plugins offer.
+	// othersPresent replaces it while there are others, since no event tells when they have gone.
+	// othersLinger is how long a GPU stays withheld after it was last seen to be another owner's.
+	// It is also how long a new entry of the kubelet's checkpoint counts without another witness.
+	// othersSoon is the delay between a new checkpoint and the question to the kubelet. It gathers
+	// changes: the kubelet writes a checkpoint for every list of any plugin, and for every
+	// Allocate.
 	othersEvery   = 2 * time.Minute
 	othersPresent = 15 * time.Second
 	othersLinger  = 30 * time.Second
 	othersSoon    = 5 * time.Second
-	// answerTime is what the kubelet gets of the processor after a grant, before
-	// the allocation's file is written. Nobody waits for it: the sandbox is made
-	// first, and then PreStartContainer wakes the loop at once.
+	// answerTime is the pause after a grant before a round writes the allocation's file. It leaves
+	// the processor to the kubelet. No container waits for that file yet: the runtime makes the
+	// sandbox first, and then PreStartContainer wakes the loop at once.
 	answerTime = 20 * time.Millisecond
-	// leastSleep is a floor under the loop's sleep while nobody wakes it.
+	// leastSleep is the shortest sleep between rounds, unless something wakes the loop.
 	leastSleep = 10 * time.Millisecond
 	// backOffMin and backOffMax bound the pause after a failed round.
 	backOffMin, backOffMax = time.Second, 30 * time.Second
@@ -62,71 +61,70 @@ const (
 
 // Options configure an Agent.
 type Options struct {
-	// Domain names labels, annotations and the CDI vendor.
+	// Domain is the prefix of labels and annotations, and names the CDI vendor.
 	Domain string
-	// ResourceDomain names the resources.
+	// ResourceDomain is the prefix of resource names.
 	ResourceDomain string
 	// MemoryUnit is the size of one gpu-mem unit.
 	MemoryUnit gpu.MiB
-	// API is the front-end of GPUs whose partition does not name one (--api); empty is
-	// the device plugin.
+	// API is the front-end of GPUs whose partition does not name one (--api). Empty means the
+	// device plugin.
 	API ledger.FrontEnd
-	// KeepOffering leaves idle devices of a GPU whose change waits for holders
-	// on offer (--when-busy wait).
+	// KeepOffering is true if a GPU whose change waits for holders keeps its idle devices on offer
+	// (--when-busy wait).
 	KeepOffering bool
-	// IdleTTL is how long an instance on demand stays when nobody has it; zero is
-	// until its room is wanted.
+	// IdleTTL is how long an idle instance on demand stays. Zero keeps it until something else
+	// needs its room.
 	IdleTTL time.Duration
-	// ReclaimForeign lets idle instances go that the agent did not make.
+	// ReclaimForeign is true if the agent may destroy idle instances that it did not make.
 	ReclaimForeign bool
-	// Labels says which labels of what its GPUs are the node gets: in the features file where
-	// Worlds has one, else on the Node.
+	// Labels says which labels describe the node's GPUs. The agent writes them to Worlds.Features
+	// if that is set, otherwise to the Node.
 	Labels Labels
-	// HoldersIn says where the holders of devices are told; empty has the kubelet's version
-	// decide.
+	// HoldersIn says where the holders of devices are published. If it is empty, the kubelet's
+	// version decides.
 	HoldersIn gpunode.HoldersIn
-	// LinksEvery is how often NVLinks are looked at: a lane that fails, or works again,
-	// is no event. Zero is as often as all else.
+	// LinksEvery is how often the agent asks for the state of NVLinks, since the driver sends no
+	// event when a lane fails or recovers. Zero means inventoryEvery.
 	LinksEvery time.Duration
-	// HoldScaleDown keeps Cluster Autoscaler from taking the node away while pods have
-	// something of its GPUs (--hold-scale-down).
+	// HoldScaleDown is true if the agent keeps Cluster Autoscaler from removing the node while pods
+	// hold GPU devices (--hold-scale-down).
 	HoldScaleDown bool
-	// FaultTaint is what a fault's taint does to claims (--fault-taint), empty for
+	// FaultTaint is the effect that a fault's taint has on claims (--fault-taint). Empty means
 	// NoSchedule.
 	FaultTaint agentkube.TaintEffect
-	// Align says of which devices the kubelet is told the NUMA node (--numa-hints);
-	// empty is deviceplugin.AlignNone.
+	// Align selects the devices whose NUMA node the agent tells the kubelet (--numa-hints). Empty
+	// means deviceplugin.AlignNone.
 	Align deviceplugin.Alignment
-	// NeverReset leaves resets of GPUs to somebody else.
+	// NeverReset is true if the agent must not reset GPUs.
 	NeverReset bool
-	// OpenCaps lets allocations pass uncounted where the cap in the process
-	// cannot do its work (--cap-policy open).
+	// OpenCaps is true if containers may run without a memory cap where the in-process cap cannot
+	// work (--cap-policy open).
 	OpenCaps bool
-	// Node is the node's name, empty where there is no cluster.
+	// Node is the node's name, empty if there is no cluster.
 	Node string
-	// Pod is the agent's own. A listing that lacks it is not believed when it
-	// comes to ending allocations. Empty outside a pod: then any listing that names
-	// some pod is believed.
+	// Pod is the agent's own pod, empty outside a pod. The agent ends no allocation because of a
+	// kubelet listing that lacks this pod. If it is empty, any listing that names a pod is trusted.
 	Pod workload.Pod
-	// Boot names this run of the machine; what is remembered of another run is
-	// not believed. Where it is empty, nothing is but faults.
+	// Boot identifies this boot of the machine. State that was saved in another boot is ignored. If
+	// Boot is empty, all saved state but faults is ignored.
 	Boot   string
 	Health health.Options
 	Log    *slog.Logger
 }
 
-// Labels says which labels of what its GPUs are a node gets.
+// Labels says which labels describe a node's GPUs.
 type Labels struct {
-	// Own has the agent's own written (--node-labels other than none), and Guest those of GPU
-	// Feature Discovery beside them, where nobody else has written them.
+	// Own is true if the agent writes its own labels (--node-labels other than none). Guest is true
+	// if it also writes those of GPU Feature Discovery, unless another program has written them.
 	Own, Guest bool
 }
 
-// Agent is what others have to do with: they tell it what is new, and ask it what there is. What
-// it does is the loop's. Use [New].
+// Agent is the interface to the loop: its methods pass news to the loop, and return what rounds
+// found. Use [New].
 type Agent struct {
 	loop    *loop
-	bell    *bell
+	waker   *waker
 	mail    *mailbox
 	ledger  *ledger.Ledger
 	front   *deviceplugin.FrontEnd
@@ -135,8 +133,8 @@ type Agent struct {
 	display shows
 }
 
-// shows is how the agent looks from outside: the methods of Agent of the same names. display has
-// them.
+// shows has the state of the agent for callers from outside, behind the methods of Agent of the
+// same names. display implements it.
 type shows interface {
 	status() status.Status
 	gpuNode(in gpunode.HoldersIn) *gpunode.Status
@@ -147,39 +145,38 @@ type shows interface {
 	open(u gpu.UUID) bool
 }
 
-// New returns an agent that has not looked at anything yet. Where there is a
-// cluster, no partition is chosen before SetNode has been called. It makes the rooms and
-// connects them.
+// New makes and connects the components of an agent that has not read anything yet. If there is a
+// cluster, the agent chooses no partition before the first SetNode.
 func New(o Options, w Worlds) *Agent {
-	ring := newBell()
-	l := &loop{bell: ring, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
-		mail:       &mailbox{domain: o.Domain, wake: ring.wake, input: input{labelKnown: w.Cluster == nil}},
+	waker := newWaker()
+	l := &loop{waker: waker, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
+		mail:       &mailbox{domain: o.Domain, wake: waker.wake, input: input{labelKnown: w.Cluster == nil}},
 		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
-		ledger: ledger.New(ring.wake, time.Now)}
+		ledger: ledger.New(waker.wake, time.Now)}
 	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
 	granted := func(c *ledger.Allocation) {
-		// The kubelet waits for its answer, and has the allocation in its own checkpoint a
-		// moment later. The round that comes writes it down.
+		// The kubelet waits for its answer, and saves the allocation in its own checkpoint a moment
+		// later. The next round writes it to the journal.
 		l.journal.note(c)
-		ring.wakeSoon(l.ledger.Unopened)
+		waker.wakeSoon(l.ledger.Unopened)
 	}
-	l.offering = newOffering(&o, &w, l.ledger, granted, ring.wake)
+	l.offering = newOffering(&o, &w, l.ledger, granted, waker.wake)
 	front, claims := l.offering.front, l.offering.claims
 	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
-		front, l.offering.names, w.Kubelet, w.Runtime, ring.wake)
-	l.others = newCoexistence(&o, &w, l.witnesses, ring.wake)
+		front, l.offering.names, w.Kubelet, w.Runtime, waker.wake)
+	l.others = newCoexistence(&o, &w, l.witnesses, waker.wake)
 	monitor := health.New(o.Health)
-	l.reader = newReader(&o, &w, monitor, ring.wake)
-	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, ring.wake, l.reader.again)
-	l.reader.told = faults
-	l.executor = newExecutor(&o, &w, l.ledger, w.Account.cut, l.reader.wasReset, ring.wake)
-	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, ring.wake)
+	l.reader = newReader(&o, &w, monitor, waker.wake)
+	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, waker.wake, l.reader.again)
+	l.reader.faults = faults
+	l.executor = newExecutor(&o, &w, l.ledger, w.Account.recordStep, l.reader.wasReset, waker.wake)
+	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, waker.wake)
 
-	// Those who tell others what rounds leave.
+	// These report what rounds leave.
 	news := make(chan struct{}, 1)
 	reporter := newReporter(l.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
-	herald := newHerald(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, ring.wake, news)
-	l.mail.told, l.reporter = herald.setNode, reporter
+	announcer := newAnnouncer(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, waker.wake, news)
+	l.mail.told, l.reporter = announcer.setNode, reporter
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
 		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse}
@@ -187,93 +184,95 @@ func New(o Options, w Worlds) *Agent {
 		in := l.mail.latest()
 		return shown.gpuNode(in.holdersIn(o.HoldersIn))
 	}, shown.ready, o.Log)
-	w.Account.begin(l.ledger, &w, reporter.last, ring.wake, o.Log)
+	w.Account.begin(l.ledger, &w, reporter.last, waker.wake, o.Log)
 
-	b := &beside{remarks: []func() []status.Condition{object.conditions, herald.conditions, w.Account.conditions},
-		turns: []func(bool){object.turn, w.Account.round}}
-	b.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
-		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
-	b.add(w.Cluster != nil || w.Features != nil, herald.run)
-	b.add(w.GPUNodes != nil, object.run)
-	b.leaves = append(b.leaves, object.leave)
-	if lower := w.Lowering; lower != nil {
-		b.add(true, lower.Run)
-		b.leaves = append(b.leaves, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
+	bg := &background{
+		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
+		afterRound: []func(bool){object.turn, w.Account.round},
 	}
-	b.leaves = append(b.leaves, claims.leave)
-	b.add(w.Account != nil, w.Account.run)
-	l.beside = b
-	return &Agent{loop: l, bell: ring, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
+	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
+		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	bg.add(w.Cluster != nil || w.Features != nil, announcer.run)
+	bg.add(w.GPUNodes != nil, object.run)
+	bg.atEnd = append(bg.atEnd, object.leave)
+	if lower := w.Lowering; lower != nil {
+		bg.add(true, lower.Run)
+		bg.atEnd = append(bg.atEnd, func(ctx context.Context) { lower.Leave(ctx, w.Plugins.Withhold) })
+	}
+	bg.atEnd = append(bg.atEnd, claims.leave)
+	bg.add(w.Account != nil, w.Account.run)
+	l.background = bg
+	return &Agent{loop: l, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
 		display: shown}
 }
 
-// SetFile hands in the partition file as it now is. A file that does not parse
-// changes nothing but the outcome: the last good one stays in force.
+// SetFile passes on the partition file as it is now. If it does not parse, the last good one stays
+// in force, and the outcome reports the error.
 func (a *Agent) SetFile(name string, data []byte) { a.mail.setFile(name, data) }
 
-// SetFileMissing says that there is no partition file, and why. What was in
-// force stays.
+// SetFileMissing reports that the partition file cannot be read, and why. The partition in force
+// stays.
 func (a *Agent) SetFileMissing(err error) { a.mail.setFileMissing(err) }
 
-// SetNode says what the Node object says.
+// SetNode passes on the Node object.
 func (a *Agent) SetNode(n agentkube.Node) { a.mail.setNode(&n) }
 
-// SetRefused says that the API server refuses a request without which partitions or
-// the node cannot be followed, or with nil that it permits it again. What was in force
-// stays.
+// SetRefused reports that the API server refuses a request which the agent needs to follow
+// partitions or the node. A nil err reports that the server permits it again. The partition in
+// force stays.
 func (a *Agent) SetRefused(request string, err error) { a.mail.setRefused(request, err) }
 
-// Status is what people and metrics are shown.
+// Status returns what people and metrics are shown.
 func (a *Agent) Status() status.Status { return a.display.status() }
 
-// GPUNode is what the GPUNode object is to say, but for when its conditions changed.
+// GPUNode returns the desired status of the GPUNode object, without the times of its conditions.
 func (a *Agent) GPUNode(in gpunode.HoldersIn) *gpunode.Status { return a.display.gpuNode(in) }
 
-// Foresee answers what partitions would make of the node, by the plans that the loop would
-// make. It touches no hardware and asks nobody: what the loop knew after its last round
-// counts, and who has what now. The error says why it cannot tell yet.
+// Foresee answers what partitions would change on the node. It makes one plan after the other, as
+// the loop would, from the state after the last round and the present allocations, until nothing is
+// left to do. It runs beside the loop, touches no hardware and sends no request. It fails before
+// the driver has been read, and for too many partitions.
 func (a *Agent) Foresee(q status.Question) (status.Answer, error) { return a.display.foresee(q) }
 
-// Ready returns nil once this process has read the driver, with the files of it
-// that containers need, and has heard of the partitions; else it says what is
-// missing. What a predecessor knew does not count, or a rolling update would walk
-// past nodes on which the new version does not work. A first partition that is
-// invalid is not enough where nothing is on offer.
+// Ready returns nil once three things are true: this process has read the driver, it knows the
+// driver files that containers need, and it knows the partitions. Otherwise the error names what is
+// missing. What an earlier process knew does not count, or a rolling update would pass over nodes
+// on which the new version does not work. If the first partition is invalid, the agent is ready
+// only if something is on offer.
 //
-// Once ready, the agent stays so: a driver that is lost later, and a bad edit, are
-// in the outcome and in the health of the GPUs, and no reason to hold up or to take
-// back the update of an agent that works.
+// Once ready, the agent stays ready. A driver that is lost later, or a bad edit of the partitions,
+// shows in the outcome and in the health of the GPUs. It is no reason to stop or revert an update.
 func (a *Agent) Ready() error { return a.display.ready() }
 
-// Healthy returns nil while rounds come to an end.
+// Healthy returns an error if the loop has not finished a round for a long time (see stuckAfter).
 func (a *Agent) Healthy() error { return a.display.healthy() }
 
-// Offered returns the GPUs that the agent gives out, in index order: who uses one
-// of them without an allocation is an intruder.
+// Offered returns the GPUs that the agent gives out, in index order. A process that uses one of
+// them without an allocation is an intruder.
 func (a *Agent) Offered() []gpu.Device { return a.display.offered() }
 
-// Open reports whether somebody else, too, gives a GPU out: who uses it without a
-// allocation of ours may have one of theirs.
+// Open reports whether another owner gives the GPU out, too. A process that uses it without an
+// allocation of this agent may have one from that owner.
 func (a *Agent) Open(u gpu.UUID) bool { return a.display.open(u) }
 
-// Allocations returns the allocations as they are now, in key order.
+// Allocations returns the present allocations, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
 
-// Run is the loop. It returns the error of ctx when that ends, and one that wraps
-// gpu.ErrReloaded where only a new process can go on.
+// Run runs the loop until ctx ends and returns the error of ctx. It returns an error that wraps
+// gpu.ErrReloaded if only a new process can go on.
 func (a *Agent) Run(asked context.Context) error {
 	a.loop.remember()
-	return a.loop.beside.run(asked, a.loop.run)
+	return a.loop.background.run(asked, a.loop.run)
 }
 
-// Changed has a value when allocations, or the GPUs that are given out, may have changed
-// since the last one was taken. It is for one taker.
-func (a *Agent) Changed() <-chan struct{} { return a.bell.stirred }
+// Changed returns a channel that has a value if allocations or the offered GPUs may have changed
+// since the last receive. It serves one receiver.
+func (a *Agent) Changed() <-chan struct{} { return a.waker.stirred }
 
-// Claims reports whether GPUs are, or have been, offered through DRA.
+// Claims reports whether the agent offers GPUs through DRA, or has done so.
 func (a *Agent) Claims() bool { return a.claims.inUse() }
 
-// Listed is how many devices the kubelet's lists name now.
+// Listed returns the number of devices that the kubelet's lists name now.
 func (a *Agent) Listed() (n int) {
 	for _, r := range a.front.Offer().Resources {
 		n += len(r.Devices)
@@ -281,5 +280,5 @@ func (a *Agent) Listed() (n int) {
 	return n
 }
 
-// LookAtCheckpoint is called when something in the kubelet's directory has changed.
+// LookAtCheckpoint tells the agent that something in the kubelet's directory has changed.
 func (a *Agent) LookAtCheckpoint() { a.others.lookAtCheckpoint() }

@@ -16,17 +16,17 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// usable is whether pods that ask for GPUs can be sent to the node.
+// usable has the facts that decide whether pods that ask for GPUs can be sent to the node.
 type usable struct {
-	// absent is why the driver is not to be had, zero where it is.
+	// absent is why the driver cannot be used, zero if it can.
 	absent status.Cause
-	// began is when this process first came to an end of a round, and offered says that
-	// the kubelet has had its offer since then.
+	// began is when this process finished its first round. offered is true once the kubelet has
+	// received the offer since then.
 	began   time.Time
 	offered bool
 }
 
-// follow takes over what stays so.
+// follow takes over what stays from the last round.
 func (u *usable) follow(old usable, delivered bool, now time.Time) {
 	if u.began = old.began; u.began.IsZero() {
 		u.began = now
@@ -34,7 +34,7 @@ func (u *usable) follow(old usable, delivered bool, now time.Time) {
 	u.offered = old.offered || delivered
 }
 
-// delivered reports whether the kubelet has all that is on offer.
+// delivered reports whether the kubelet has received all that is on offer.
 func delivered(plugins Plugins, c remarks) bool {
 	for _, s := range plugins.Status() {
 		if !s.Registered {
@@ -45,13 +45,13 @@ func delivered(plugins Plugins, c remarks) bool {
 	return !missing
 }
 
-// readyCondition says whether pods that ask for GPUs can be sent to the node: for
-// controllers that turn conditions into taints. A node whose GPUs are all in use, cordoned or
-// being changed is ready. So is one whose GPUs are all off, or somebody else's: no pod that asks
-// for ours would come, and a taint would keep the others away.
+// readyCondition returns the condition GPUReady: whether pods that ask for GPUs can be sent to the
+// node. It is for controllers that turn conditions into taints. A node whose GPUs are all in use,
+// cordoned or being changed is ready. So is one whose GPUs are all off or another owner's: no pod
+// that asks for this agent's devices would come, and a taint would keep the others away.
 //
-// known is false while this process starts: what the one before it said stays for
-// silentFor, or a taint would come and go with every update of the agent.
+// known is false while this process starts, for up to silentFor. Then the condition of the last
+// process stays, or a taint would come and go with every update of the agent.
 func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.Condition, known bool) {
 	c = agentkube.Condition{Type: domain + "/" + ReadyCondition, Status: agentkube.False}
 	say := func(why status.Reason, format string, args ...any) {
@@ -59,7 +59,7 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 	}
 	well, given := 0, 0
 	var none []string
-	var lacks status.Reason // why one has nothing that is to have something
+	var lacks status.Reason // why a GPU that is to have something has nothing
 	for i := range snap.hardware.Inventory.GPUs {
 		d := &snap.hardware.Inventory.GPUs[i]
 		if snap.sick(d.UUID) {
@@ -99,12 +99,12 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 	return c, true
 }
 
-// mostNamed is how many GPUs a condition gives the reasons of: a node has up to 16, and most
-// have the same.
+// mostNamed is the number of GPUs whose reasons a condition names. A node has up to 16, and most
+// have the same reason.
 const mostNamed = 4
 
-// offersNothing is why there is nothing of a GPU that anybody could have, even if it were
-// idle; it is zero where there is something. Faults, cordons and holders are left aside.
+// offersNothing returns why a GPU has nothing that a pod could get if the GPU were idle; zero if it
+// has something. It ignores faults, cordons and holders.
 func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	layout := s.shape.Layouts[u]
 	if layout.Offers && layout.N > 0 && s.shape.Others[u] == "" {
@@ -118,7 +118,7 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	}
 	switch {
 	case s.shape.Others[u] != "":
-		return status.Why(status.OtherOwner, "somebody else gives the GPU out: %s", s.shape.Others[u])
+		return status.Why(status.OtherOwner, "another program gives the GPU out: %s", s.shape.Others[u])
 	case !layout.Known:
 		return status.Why(status.PartitionUnset, "no partition is in force")
 	default:
@@ -126,8 +126,8 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	}
 }
 
-// changes reports whether a GPU is being changed at this moment, or waits for nothing but
-// the kubelet's lists: what it is to offer comes by itself.
+// changes reports whether a GPU is being changed now, or waits only for the kubelet's lists. In
+// both cases what it is to offer comes without further action.
 func (s *Snapshot) changes(u gpu.UUID) bool {
 	return s.shape.Work[u] != "" || slices.ContainsFunc(s.Conditions, func(c status.Condition) bool {
 		return c.Subject == string(u) && c.Type == status.Pending &&
@@ -135,7 +135,7 @@ func (s *Snapshot) changes(u gpu.UUID) bool {
 	})
 }
 
-// sick reports whether nothing of a GPU can be had for its faults.
+// sick reports whether a GPU has nothing to give because of its faults.
 func (s *Snapshot) sick(u gpu.UUID) bool {
 	for _, v := range s.hardware.Verdicts {
 		if v.GPU == u && v.GI < 0 {
@@ -146,11 +146,10 @@ func (s *Snapshot) sick(u gpu.UUID) bool {
 	return d == nil || d.Gone
 }
 
-// admit has the taint taken away that the node was registered with, once pods that ask for
-// GPUs can be sent to it and its Node says what they can ask for. The kubelet writes that
-// some seconds after it has the devices. Without the taint and without the devices the node
-// would look to autoscalers like one that pods which wait for GPUs do not fit.
-func (h *herald) admit(ctx context.Context, ready agentkube.Condition) error {
+// removeStartupTaint removes the startup taint once the node is ready and the Node shows the
+// resources. The kubelet writes these some seconds after it has received the devices. If the taint
+// went earlier, autoscalers would take the node for one that waiting GPU pods do not fit on.
+func (h *announcer) removeStartupTaint(ctx context.Context, ready agentkube.Condition) error {
 	node := h.node.Load()
 	var err error
 	if node.StartupTaint {
@@ -173,7 +172,7 @@ func (h *herald) admit(ctx context.Context, ready agentkube.Condition) error {
 	return err
 }
 
-// givenOut are the resources of which the kubelet has something to give out.
+// givenOut returns the resources with devices that the kubelet can give out.
 func givenOut(offer *deviceplugin.Offer) (names []string) {
 	for _, of := range offer.Resources {
 		if slices.ContainsFunc(of.Devices, func(d deviceplugin.Device) bool { return d.Healthy && !d.Leaving }) {
@@ -183,18 +182,18 @@ func givenOut(offer *deviceplugin.Offer) (names []string) {
 	return names
 }
 
-// conditions say that the startup taint could not be taken away.
-func (h *herald) conditions() []status.Condition {
+// conditions returns a condition if the startup taint could not be removed.
+func (h *announcer) conditions() []status.Condition {
 	if why := h.kept.Load(); why != nil {
 		return []status.Condition{why.Condition(status.Noted, "")}
 	}
 	return nil
 }
 
-// holds is the annotation by which Cluster Autoscaler leaves the node alone, while pods
-// have something of its GPUs: it does not count them, and would take a full node for an
-// idle one.
-func (s *Snapshot) holds(asked bool) map[string]string {
+// holdAnnotation returns the annotation that keeps Cluster Autoscaler from removing the node, if
+// asked and while pods have something of its GPUs. Cluster Autoscaler does not count such devices,
+// and would take a full node for an idle one.
+func (s *Snapshot) holdAnnotation(asked bool) map[string]string {
 	if !asked || !s.inUse {
 		return nil
 	}

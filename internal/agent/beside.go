@@ -12,27 +12,27 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// bell has rounds come. All of it may be used by several goroutines.
-type bell struct {
-	// rounds holds at most one token: somebody wants a round.
+// waker holds the tokens that start rounds. Any goroutine may use it.
+type waker struct {
+	// rounds holds a token if a round was asked for.
 	rounds chan struct{}
-	// stirred has one too: the watchdog has something new to look at.
+	// stirred holds a token if the watchdog has something new to look at.
 	stirred chan struct{}
-	// soon says that wakeSoon has a round coming.
+	// soon is true while a delayed wakeSoon is pending.
 	soon atomic.Bool
 }
 
-func newBell() *bell {
-	return &bell{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
+func newWaker() *waker {
+	return &waker{rounds: make(chan struct{}, 1), stirred: make(chan struct{}, 1)}
 }
 
 // wake asks for a round.
-func (b *bell) wake() {
+func (b *waker) wake() {
 	poke(b.rounds)
 	poke(b.stirred)
 }
 
-// poke leaves a token in a channel that has room for one.
+// poke leaves a token in a channel of size one, unless it holds one.
 func poke(c chan<- struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -40,9 +40,9 @@ func poke(c chan<- struct{}) {
 	}
 }
 
-// wakeSoon asks for a round after answerTime, for all who ask meanwhile, unless
-// PreStartContainer has had one by then: unopened reports that an allocation has had none.
-func (b *bell) wakeSoon(unopened func() bool) {
+// wakeSoon asks for a round after answerTime, one for all calls until then. There is no round if
+// unopened returns false by then, because PreStartContainer has had one for each allocation.
+func (b *waker) wakeSoon(unopened func() bool) {
 	if b.soon.CompareAndSwap(false, true) {
 		time.AfterFunc(answerTime, func() {
 			b.soon.Store(false)
@@ -53,44 +53,43 @@ func (b *bell) wakeSoon(unopened func() bool) {
 	}
 }
 
-// beside is what runs beside the loop, or is told of its rounds. It is not changed after New.
-type beside struct {
+// background lists what runs beside the loop, or is called by it. It does not change after New.
+type background struct {
 	// runs run as long as the agent does.
 	runs []func(context.Context) error
-	// leaves are called one after the other when the agent is to end, while everything still
-	// runs.
-	leaves []func(context.Context)
-	// remarks are what they have to say of themselves.
+	// atEnd are called one after the other when the agent is to end, while everything still runs.
+	atEnd []func(context.Context)
+	// remarks return the conditions of what runs beside the loop.
 	remarks []func() []status.Condition
-	// turns are called at the end of each round; heard says that the witnesses have once said
-	// who holds what.
-	turns []func(heard bool)
+	// afterRound are called at the end of each round. heard is Witnesses.Heard.
+	afterRound []func(heard bool)
 }
 
-// add has these run, if at all.
-func (b *beside) add(wanted bool, runs ...func(context.Context) error) {
+// add adds runs if wanted is true.
+func (b *background) add(wanted bool, runs ...func(context.Context) error) {
 	if wanted {
 		b.runs = append(b.runs, runs...)
 	}
 }
 
-// conditions are what all have to say of themselves.
-func (b *beside) conditions() (out []status.Condition) {
+// conditions returns the conditions of all remarks.
+func (b *background) conditions() (out []status.Condition) {
 	for _, of := range b.remarks {
 		out = append(out, of()...)
 	}
 	return out
 }
 
-// run runs everything beside a loop, until asked ends and all have taken their leave.
-func (b *beside) run(asked context.Context, loop func(context.Context) error) error {
+// run runs loop and everything beside it until asked ends. Then it calls atEnd and stops the
+// rest.
+func (b *background) run(asked context.Context, loop func(context.Context) error) error {
 	ctx, end := context.WithCancel(context.WithoutCancel(asked))
 	defer end()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		select {
 		case <-asked.Done():
-			for _, leave := range b.leaves {
+			for _, leave := range b.atEnd {
 				leave(ctx)
 			}
 			end()
@@ -106,8 +105,8 @@ func (b *beside) run(asked context.Context, loop func(context.Context) error) er
 	return g.Wait()
 }
 
-// abandon does something that is not waited for at the end: a wait inside the driver
-// cannot be cut short, and the process may end without it.
+// abandon runs do, but returns when ctx ends even if do has not: a wait inside the driver cannot be
+// interrupted, and the process may end without it.
 func abandon(ctx context.Context, do func(context.Context) error) error {
 	ended := make(chan error, 1)
 	go func() { ended <- do(ctx) }()

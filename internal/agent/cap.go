@@ -22,36 +22,36 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-// supplies is what containers need of the driver and of each GPU, and the libraries that hold
-// them to their memory there. It is for the loop's goroutine.
-type supplies struct {
+// driverFiles keeps what containers need of the driver and of each GPU, and the libraries that
+// enforce memory caps. It belongs to the loop's goroutine.
+type driverFiles struct {
 	driver Driver
 	caps   Caps
 	log    *slog.Logger
-	// parts were learnt in the reader's epoch of, nil before that; err is why the last try
-	// failed.
+	// parts were learnt in the reader's epoch of; nil before that. err is why the last try failed,
+	// nil if it did not.
 	parts *parts
 	of    uint64
 	err   error
 }
 
-// parts are what supplies knows.
+// parts are the driver files that containers need, and the kit of libraries for that driver.
 type parts struct {
 	cdi.Parts
 	kit lib.Kit
 }
 
-// closed is why no container can be given anything of the driver; empty where one can.
-func (s *supplies) closed() string {
+// closed returns why no container can get driver files, or "" if containers can.
+func (s *driverFiles) closed() string {
 	if s.parts == nil && s.err != nil {
 		return s.err.Error()
 	}
 	return ""
 }
 
-// learn asks the driver what containers need of it, in an epoch of the reader's. On failure
-// what was learnt before stays, and the next round asks again.
-func (s *supplies) learn(ctx context.Context, epoch uint64) error {
+// learn asks the driver what containers need, in an epoch of the reader. If it fails, what was
+// learnt before stays, and the next round asks again.
+func (s *driverFiles) learn(ctx context.Context, epoch uint64) error {
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
 	of, err := s.driver.Parts(ctx)
@@ -72,9 +72,9 @@ func (s *supplies) learn(ctx context.Context, epoch uint64) error {
 	return nil
 }
 
-// allocations are the allocations, with the caps that were given to their holders where
-// that is known. Where every record of that is lost the limit page tells: the size of a
-// unit or the number of replicas may have changed since.
+// allocations returns the allocations, with the caps of their holders where these are known. If no
+// record has a cap, the limit page tells it, since the size of a unit or the number of replicas may
+// have changed since.
 func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 	allocations := k.ledger.Allocations()
 	for i := range allocations {
@@ -87,14 +87,14 @@ func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 	return allocations
 }
 
-// settleCaps decides the caps of an allocation of which there is neither a record nor a
-// page, so that no container can have come by one: they are what they would be now.
-// The error names the GPU of which that cannot be said.
-func (k *gatekeeper) settleCaps(on *ground, c *ledger.Allocation) error {
+// settleCaps decides the caps of an allocation that has neither a record nor a page of them. No
+// container can have such a cap yet, so it is computed from the present layout. The error names a
+// GPU where that is not possible.
+func (k *gatekeeper) settleCaps(on *fileInputs, c *ledger.Allocation) error {
 	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
 		layout := on.layouts[g.GPU]
 		of, _ := layout.Of(g.Kind())
-		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps the unit that it was laid out with, as long as it is held
+		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps its unit as long as it is held
 		if _, cap := g.In(piece.Share{Division: of, Usable: d.Usable()}); cap.Known {
 			return cap.Bytes, nil
 		}
@@ -103,7 +103,7 @@ func (k *gatekeeper) settleCaps(on *ground, c *ledger.Allocation) error {
 	})
 }
 
-// fixCaps gives those grants of an allocation a cap that have none, where bytes tells it.
+// fixCaps sets the caps of an allocation's grants that have none, where bytes returns one.
 func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 	bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
 	var errs []error
@@ -125,11 +125,11 @@ func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 	return errors.Join(errs...)
 }
 
-// overlay lays an allocation's pages and says what its container gets for the
-// cap. Every allocation gets it, that of a whole GPU too: a container can have two
-// allocations, and which of them a runtime applies last, and so whose file stands at
-// the driver library's path, is chance.
-func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, error) {
+// overlay writes an allocation's limit pages, and returns the mounts and libraries that its
+// container gets for the cap. Every allocation gets them, also that of a whole GPU. A container can
+// have two allocations, and it is chance which of them the runtime applies last, and so whose file
+// is at the path of the driver's library.
+func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
 	capped := false
@@ -155,7 +155,7 @@ func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, err
 			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
 		}
 	}
-	k.pages.await(c.ID) // of the holder before
+	k.pages.await(c.ID) // those of the previous holder
 	pages, err := k.caps.Write(c.ID, limits)
 	if err != nil {
 		return none, err
@@ -181,20 +181,20 @@ func (k *gatekeeper) overlay(on *ground, c *ledger.Allocation) (cdi.Overlay, err
 	return over, nil
 }
 
-// pageSweeper removes the pages of allocations that have ended, beside the loop: the kernel
-// takes its time for it, and the next container waits for the loop.
+// pageSweeper removes the limit pages of ended allocations beside the loop. The kernel takes its
+// time for it, and the next container waits for the loop.
 type pageSweeper struct {
 	caps Caps
 	wake func()
-	// going has a channel for each allocation whose pages are being removed, which is closed
-	// when they are gone. It is for the loop's goroutine.
+	// going has a channel for each allocation whose pages are being removed. It is closed when they
+	// are gone. The map belongs to the loop's goroutine.
 	going map[string]chan struct{}
-	// failed says that some could not be removed. They are tried again by the loop itself,
-	// which says why, and whose pauses grow.
+	// failed is true if some pages could not be removed. The loop then tries again itself. It
+	// reports the error, and its pauses grow.
 	failed atomic.Bool
 }
 
-// remove removes the pages of these allocations, but for those that are being removed.
+// remove removes the pages of these allocations, except those that are being removed already.
 func (s *pageSweeper) remove(keys []string) error {
 	if s.failed.Load() {
 		for _, key := range keys {
@@ -242,7 +242,7 @@ func (s *pageSweeper) await(key string) {
 	}
 }
 
-// sweepCaps has the pages of allocations removed that have ended.
+// sweepCaps removes the pages of ended allocations, beside the loop.
 func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
 	keys, err := k.caps.List()
 	if err != nil {
@@ -251,7 +251,7 @@ func (k *gatekeeper) sweepCaps(live func(key string) bool) error {
 	if err := k.pages.remove(slices.DeleteFunc(keys, live)); err != nil {
 		return err
 	}
-	// Libraries of earlier versions go when no allocation's file names them.
+	// Libraries of earlier versions go once no allocation's file names them, so once all are open.
 	if slices.ContainsFunc(k.ledger.Allocations(), func(c ledger.Allocation) bool { return !c.IsOpen() }) {
 		return nil
 	}

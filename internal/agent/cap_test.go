@@ -512,7 +512,7 @@ func TestCapOfAnAllocationWhoseGPUIsCutOtherwise(t *testing.T) {
 		if got := capsOf(&allocation); len(got) != 0 {
 			t.Errorf("%s on a GPU that is %s has the cap %+v without a page", c.resource, c.layout.Mode(), got)
 		}
-		if err := a.loop.gates.settleCaps(a.loop.ground(), &allocation); (err == nil) != (c.resource == memResource) {
+		if err := a.loop.gates.settleCaps(a.loop.fileInputs(), &allocation); (err == nil) != (c.resource == memResource) {
 			t.Errorf("%s on a GPU that is %s: %v", c.resource, c.layout.Mode(), err)
 		}
 		b := New(Options{ResourceDomain: "example.com", MemoryUnit: unit, Log: slog.New(slog.DiscardHandler)}, Worlds{Caps: a.loop.gates.caps})

@@ -25,17 +25,16 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// claims is the front-end of the GPUs that are offered through DRA. Nothing of it runs
-// before there is such a GPU, or an allocation by way of it. All of it may be used by
-// several goroutines. Use newClaims.
+// claims is the front-end for GPUs that are offered through DRA. It runs nothing before there is
+// such a GPU or such an allocation. Any goroutine may use it. Use newClaims.
 type claims struct {
-	front *dra.FrontEnd // nil where there is no API server
+	front *dra.FrontEnd // nil if there is no API server
 	serve func(*dra.FrontEnd) (DRADriver, error)
 	log   *slog.Logger
 	caps  memcap.Level
 	begin sync.Once
 	begun chan struct{} // closed when there is something to do
-	// driver is nil before it is served.
+	// driver is nil before the front-end is served.
 	driver atomic.Pointer[DRADriver]
 }
 
@@ -59,10 +58,10 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.All
 	return c
 }
 
-// start has everything run from now on.
+// start starts everything that run runs.
 func (c *claims) start() { c.begin.Do(func() { close(c.begun) }) }
 
-// inUse reports whether there is, or has been, anything through DRA.
+// inUse reports whether there is something through DRA, or has been.
 func (c *claims) inUse() bool {
 	select {
 	case <-c.begun:
@@ -72,7 +71,7 @@ func (c *claims) inUse() bool {
 	}
 }
 
-// run serves the kubelet and publishes, once there is something to publish.
+// run waits for start, and then serves the kubelet and publishes until ctx ends.
 func (c *claims) run(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
@@ -93,8 +92,8 @@ func (c *claims) run(ctx context.Context) error {
 // leavePatience bounds what is done for claims at the end.
 const leavePatience = 3 * time.Second
 
-// leave has the scheduler send nobody here any more, and waits for the claims that were
-// allocated before that: a pod whose claim nobody prepares waits for a minute or more.
+// leave stops the scheduler from allocating devices of this node, and waits for the claims that it
+// has allocated already. A pod whose claim is not prepared in time waits for a minute or more.
 func (c *claims) leave(ctx context.Context) {
 	if !c.inUse() {
 		return
@@ -113,8 +112,8 @@ func (c *claims) found(id string, r ledger.Record, given time.Time) error {
 	return c.front.Found(id, r, given)
 }
 
-// publish says what the loop says to the other front-end, of which devices that one has
-// the resource's name yet, and which placements the driver refuses.
+// publish passes the loop's offer to the DRA front-end. kept reports of a device whether the device
+// plugin still serves its resource name. refused are the placements that the driver refuses.
 func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool, refused map[mig.Place]status.Cause) {
 	if c.front == nil {
 		return
@@ -144,7 +143,7 @@ func offersClaims(layouts map[gpu.UUID]plan.Layout) bool {
 	return false
 }
 
-// offered reports whether something of a GPU is in the node's slices.
+// offered reports whether something of a GPU is in the node's ResourceSlices.
 func (c *claims) offered(u gpu.UUID) bool { return c.inUse() && c.front.Offers(u) }
 
 func (c *claims) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
@@ -153,8 +152,8 @@ func (c *claims) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]st
 	}
 }
 
-// unregistered says that the kubelet does not have the driver, since when, and why if that
-// is known.
+// unregistered reports whether the kubelet has not registered the driver, since when, and why if
+// that is known.
 func (c *claims) unregistered() (since time.Time, why error, yes bool) {
 	if d := c.driver.Load(); d != nil {
 		s := (*d).Status()
@@ -163,9 +162,9 @@ func (c *claims) unregistered() (since time.Time, why error, yes bool) {
 	return time.Time{}, nil, false
 }
 
-// conditions are what is to be said of the driver: what fails, and remarks. A kubelet that
-// starts again is no trouble: where nothing is known but that it does not have the
-// driver, that comes after silentFor.
+// conditions returns the conditions of the driver: failures and remarks. A restart of the kubelet
+// is no failure: that the driver is not registered is reported after silentFor, or at once if there
+// is an error.
 func (c *claims) conditions(now time.Time) (failed, noted []status.Condition) {
 	if !c.inUse() {
 		return nil, nil
@@ -189,7 +188,7 @@ func (c *claims) conditions(now time.Time) (failed, noted []status.Condition) {
 	return failed, noted
 }
 
-// refused are the claims that can never be prepared.
+// refused returns the claims that can never be prepared.
 func (c *claims) refused() []status.Condition {
 	if !c.inUse() {
 		return nil
@@ -200,19 +199,20 @@ func (c *claims) refused() []status.Condition {
 // settlePatience bounds the wait for the API server before something is taken away.
 const settlePatience = 2 * time.Second
 
-// settle makes sure that whoever was promised something through DRA that is withdrawn now is
-// in the ledger. It returns the GPUs of which somebody was promised what another one has yet.
+// settle makes sure that the ledger has all claims that were allocated devices which are now
+// withdrawn. It returns the GPUs with devices that were allocated to a claim but that another
+// holder still has.
 func (c *claims) settle(ctx context.Context) (promised []gpu.UUID, err error) {
 	ctx, cancel := context.WithTimeout(ctx, settlePatience)
 	defer cancel()
 	if promised, err = c.front.Settle(ctx); err != nil {
-		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("nothing that is offered through DRA is taken "+
-			"away before it is known who was promised it: %w", err))
+		return nil, status.Because(status.HoldersUnknown, fmt.Errorf("devices that are offered through DRA stay "+
+			"until it is known which claims they were allocated to: %w", err))
 	}
 	return promised, nil
 }
 
-// observe says which allocations containers have.
+// observe passes on which containers have which allocations.
 func (c *claims) observe(holders map[string][]ledger.Holder, asked time.Time) {
 	if c.inUse() {
 		c.front.Observe(holders, asked)

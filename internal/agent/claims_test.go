@@ -440,7 +440,7 @@ func TestPromisedShareWaitsForTheAPIServer(t *testing.T) {
 		o.dra.Away(errors.New("no route to host"))
 		b.SetFile("p.yaml", []byte(throughDRA("mode: whole")))
 		time.Sleep(time.Minute)
-		if synctest.Wait(); b.state() != "failed" || !strings.Contains(b.message(), "who was promised it") {
+		if synctest.Wait(); b.state() != "failed" || !strings.Contains(b.message(), "which claims they were allocated to") {
 			t.Errorf("%s: %s", b.state(), b.message())
 		}
 		if g := b.Status().GPUs; g[0].Mode != "shared" || g[1].Mode != "shared" {
@@ -491,7 +491,7 @@ func TestPromisedShareBehindAHolder(t *testing.T) {
 		claim := o.dra.allocate(t, "a", "-shared", 3)
 		b.SetFile("p.yaml", []byte(throughDRA("mode: mig")))
 		time.Sleep(time.Minute)
-		if !strings.Contains(b.message(), "until they end") {
+		if !strings.Contains(b.message(), "that other pods still hold") {
 			t.Errorf("%s: %s", b.state(), b.message())
 		}
 		o.dra.unprepare(t, before)

@@ -12,9 +12,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// CordonAnnotation is the Node's annotation, below Options.Domain, by which an operator
-// keeps new pods off GPUs: indices and UUIDs with commas between, or "all". The agent reads
-// it and never writes it.
+// CordonAnnotation is the Node's annotation, below Options.Domain, by which an operator keeps new
+// pods off GPUs. It has indices and UUIDs with commas between, or "all". The agent reads it and
+// never writes it.
 const CordonAnnotation = "gpu.cordon"
 
 // cordons are the GPUs that new pods are kept off.
@@ -22,15 +22,15 @@ type cordons struct {
 	gpus map[gpu.UUID]bool
 	// unknown are the words of the annotation that name no GPU of this node.
 	unknown []string
-	// more is how many words were not read.
+	// more is the number of words that were not read.
 	more int
 }
 
-// mostCordons is how many words of the annotation are read: a node has up to 16 GPUs, and each
-// round reads them anew.
+// mostCordons is the number of words of the annotation that are read. A node has up to 16 GPUs, and
+// each round reads the annotation again.
 const mostCordons = 2048
 
-// cordonsOf reads the annotation's value. Empty words count for nothing.
+// cordonsOf parses the annotation's value. It ignores empty words.
 func cordonsOf(said string, inv *gpu.Inventory) cordons {
 	c := cordons{gpus: map[gpu.UUID]bool{}}
 	for range mostCordons {
@@ -49,7 +49,7 @@ func cordonsOf(said string, inv *gpu.Inventory) cordons {
 	return c
 }
 
-// add cordons what a word names, and reports whether it names anything.
+// add cordons the GPUs that a word names. It reports whether there are any.
 func (c *cordons) add(word string, inv *gpu.Inventory) (known bool) {
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; word == "all" || word == string(d.UUID) || word == strconv.Itoa(d.Index) {
@@ -59,13 +59,13 @@ func (c *cordons) add(word string, inv *gpu.Inventory) (known bool) {
 	return known
 }
 
-// conditions are remarks: cordons are no fault, and nothing that the partition waits for.
+// conditions returns remarks only: a cordon is no fault, and the partition does not wait for it.
 func (c *cordons) conditions(domain string, inv *gpu.Inventory) (out []status.Condition) {
 	key := domain + "/" + CordonAnnotation
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; c.gpus[d.UUID] {
 			out = append(out, status.Why(status.GPUCordoned, "%s is cordoned by the node's annotation %s: "+
-				"pods that have something of it go on, and no other gets any", d.Name(), key).
+				"pods keep what they have of it, and new pods get nothing of it", d.Name(), key).
 				Condition(status.Noted, string(d.UUID)))
 		}
 	}

@@ -18,24 +18,24 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// faults hears the driver's events, and turns Unhealthy in the kubelet's lists what is
-// unhealthy by them and by the readings. All of it may be used by several goroutines.
+// faults receives the driver's events. It marks as Unhealthy in the kubelet's lists what events or
+// readings have found unhealthy. Any goroutine may use it.
 type faults struct {
 	driver   Driver
 	monitor  *health.Monitor
 	observer Observer
 	log      *slog.Logger
 	ration   *brief.Ration
-	// tell tells the front-ends which GPUs are unhealthy, and which placements on others.
+	// tell passes the unhealthy GPUs, and unhealthy placements on other GPUs, to the front-ends.
 	tell func(map[gpu.UUID]string, map[mig.Place]string)
-	// wake has a round come, and look one that reads the hardware anew.
+	// wake starts a round, and look one that reads the hardware.
 	wake, look func()
-	// instances is the inventory as of when this process has read it: for whoever must
-	// know what an instance's number stands for.
+	// instances is the last inventory that this process has read. It tells which instance a number
+	// in an event means. It is nil before the first reading.
 	instances atomic.Pointer[gpu.Inventory]
-	// blind says that the driver tells of no events.
+	// blind is true if the driver sends no events.
 	blind atomic.Bool
-	mu    sync.Mutex // held while the verdicts go to the lists
+	mu    sync.Mutex // held while verdicts go to the lists
 }
 
 func newFaults(o *Options, w *Worlds, monitor *health.Monitor, ration *brief.Ration,
@@ -44,12 +44,12 @@ func newFaults(o *Options, w *Worlds, monitor *health.Monitor, ration *brief.Rat
 		tell: tell, wake: wake, look: look}
 }
 
-func (f *faults) stands(inv *gpu.Inventory) { f.instances.Store(inv) }
+func (f *faults) setInventory(inv *gpu.Inventory) { f.instances.Store(inv) }
 
 func (f *faults) isBlind() bool { return f.blind.Load() }
 
-// onEvent is called by the driver for each event, beside the loop. What it means
-// for the kubelet's lists is in them before the loop wakes.
+// onEvent is called by the driver for each event, beside the loop. A fault is in the kubelet's
+// lists before the loop wakes.
 func (f *faults) onEvent(e gpu.Event) {
 	f.observer.GPUEvent(e)
 	changed := f.monitor.Event(e, time.Now())
@@ -62,10 +62,9 @@ func (f *faults) onEvent(e gpu.Event) {
 	}
 }
 
-// logEvent logs what the driver reported. A program on a GPU can have it report the
-// same a thousand times a second, so it is rationed for each GPU; the metric counts
-// all. What changes the verdict on a GPU is always logged, since that cannot be
-// repeated.
+// logEvent logs an event of the driver. A program on a GPU can cause the same event a thousand
+// times a second, so the log is limited for each GPU; the metric counts all events. An event that
+// changes a verdict is always logged, since it cannot be repeated.
 func (f *faults) logEvent(e gpu.Event, changed bool) {
 	if changed {
 		f.log.Warn("GPU event", "kind", string(e.Kind), "gpu", string(e.GPU), "xid", e.Xid, "condemns", true)
@@ -79,18 +78,18 @@ func (f *faults) logEvent(e gpu.Event, changed bool) {
 		"xid", e.Xid, "condemns", false)
 }
 
-// apply tells the front-ends which GPUs are unhealthy, and which MIG instances:
-// the hardware keeps those apart, so that what hits one is no reason to take the
-// others away.
+// apply tells the front-ends which GPUs and which MIG instances are unhealthy. The hardware
+// isolates instances from each other, so a fault of one withdraws only the devices of that one.
 func (f *faults) apply() {
-	// Two verdicts must not overtake each other on their way.
+	// The lock keeps two verdicts in order.
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.tell(faultsIn(f.monitor.Verdicts(), f.instances.Load()))
 }
 
-// faultsIn says of which GPUs of an inventory nothing can be had for its faults, and of which
-// MIG devices on others, each with the reasons. inv is nil where nobody knows yet what stands.
+// faultsIn returns the GPUs of an inventory that have nothing to give because of their faults, and
+// the unhealthy MIG devices on other GPUs, each with the reasons. inv is nil before the first
+// reading.
 func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]string,
 	placements map[mig.Place]string) {
 	reasons := map[gpu.UUID][]string{}
@@ -115,9 +114,9 @@ func faultsIn(verdicts []health.Verdict, inv *gpu.Inventory) (gpus map[gpu.UUID]
 	return gpus, placements
 }
 
-// placementsOf finds the MIG devices that a fault of an instance concerns: none where
-// that has gone since. It is false for a fault of the whole GPU, and where nobody
-// knows yet what stands on it.
+// placementsOf returns the MIG devices that a fault of an instance concerns; none if the instance
+// is gone. known is false for a fault of the whole GPU, and if the GPU's instances are not known
+// yet.
 func placementsOf(s health.Subject, inv *gpu.Inventory) (placements []mig.Placement, known bool) {
 	if s.GI < 0 || inv == nil {
 		return nil, false
@@ -135,8 +134,8 @@ func placementsOf(s health.Subject, inv *gpu.Inventory) (placements []mig.Placem
 	return placements, true
 }
 
-// follow passes the driver's events on. Where the driver cannot tell of
-// events, the slow tick must do.
+// follow receives the driver's events until ctx ends. If the driver does not support events, the
+// loop reads the hardware every blindEvery.
 func (f *faults) follow(ctx context.Context) error {
 	pause := backOff(readPauseMax)
 	for {
@@ -145,7 +144,7 @@ func (f *faults) follow(ctx context.Context) error {
 			return ctx.Err()
 		}
 		if errors.Is(err, gpu.ErrNotSupported) {
-			f.log.Warn("the driver tells of no events; faults are seen at the next reading",
+			f.log.Warn("the driver sends no events; faults are seen only at the next reading",
 				"err", err, "every", blindEvery.String())
 			f.blind.Store(true)
 			f.wake()
@@ -153,7 +152,7 @@ func (f *faults) follow(ctx context.Context) error {
 			return ctx.Err()
 		}
 		again := pause.Step()
-		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading says that
+		if err != nil && !errors.Is(err, gpu.ErrNoDriver) { // the next reading reports ErrNoDriver
 			f.log.Warn("lost the driver's events", "err", err, "again_in", again.String())
 		}
 		if !elapse(ctx, again) {

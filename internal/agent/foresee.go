@@ -24,36 +24,36 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// basis is what the loop made its last plan from, but for the allocations: for anybody to
-// make another plan from. Nothing of it is changed.
+// basis is the input of the loop's last plan, without the allocations, for other plans. It is
+// immutable.
 type basis struct {
 	plan.Input
-	// on is what counts of the node beside its GPUs.
+	// on has the facts about the node, beside its GPUs, that a partition depends on.
 	on config.Node
-	// halted is why nothing is done to the hardware now, zero where it is, and closed why
-	// nothing can be given out, empty where it can.
+	// halted is why no work on the hardware can begin now, zero if it can. closed is why nothing
+	// can be given out, empty if it can.
 	halted  status.Cause
 	closed  string
 	cordons cordons
 }
 
-// basis keeps what the next plan would be made from.
+// basis returns a copy of the present input of a plan.
 func (l *loop) basis(allocations []ledger.Allocation) *basis {
 	b := &basis{Input: l.planInput(allocations, time.Now()), on: l.partitions.on,
-		closed: l.gates.supplies.closed(), cordons: l.partitions.cordons}
+		closed: l.gates.driverFiles.closed(), cordons: l.partitions.cordons}
 	b.Allocations, b.MIG.Made = nil, l.executor.made()
 	past := make(map[gpu.UUID][]plan.Past, len(b.Past))
 	for u, of := range b.Past {
 		past[u] = slices.Clone(of)
 	}
-	if b.Past = past; l.reader.letting != "" || !l.reader.usable() {
+	if b.Past = past; l.reader.letGoNext != "" || !l.reader.usable() {
 		b.halted = l.reader.absent()
 	}
 	return b
 }
 
-// foresight says what partitions would come to: on this agent's node, or on one of which
-// nothing is known but an inventory.
+// foresight answers what partitions would change, on this agent's node or on one that is known only
+// by its inventory.
 type foresight struct {
 	// snap has a basis.
 	snap        *Snapshot
@@ -90,7 +90,7 @@ func (y *display) foresee(q status.Question) (status.Answer, error) {
 	f := &foresight{snap: snap, allocations: y.ledger.Allocations(), names: y.names, domain: y.domain,
 		drain: y.drain, caps: y.caps}
 	if y.claimed() {
-		f.unknown = []string{"claims that were allocated to pods and that the kubelet has not had prepared yet: " +
+		f.unknown = []string{"claims that were allocated to pods but are not prepared yet: " +
 			"the agent asks the API server for them before it takes anything away"}
 	}
 	own, unset := y.choice(file)
@@ -114,10 +114,10 @@ func (y *display) foresee(q status.Question) (status.Answer, error) {
 	return out, nil
 }
 
-// ForeseeFrom answers the same of a node of which nothing is known but an inventory. A MIG
-// instance that the inventory calls busy has the holder that it names, or is in use by an
-// unknown process; all others count as the agent's own. odd is what is left out of what the
-// inventory says.
+// ForeseeFrom answers the same for a node that is known only by its inventory. A MIG instance that
+// the inventory calls busy is held by the holder that it names, or else by an unknown process. All
+// other instances count as the agent's own. odd lists what the inventory says but ForeseeFrom
+// cannot use.
 func ForeseeFrom(inv *gpu.Inventory, on config.Node, domain string, file *config.File,
 	partition string) (p status.Plan, odd error) {
 	b := &basis{on: on, Input: plan.Input{Unit: on.Unit,
@@ -154,7 +154,7 @@ func (f *foresight) stand(d *gpu.Device) {
 			CIStart: s.CI, GI: i + 1, Busy: s.Pinned}
 		switch {
 		case s.Profile == (mig.Name{}):
-			in.Profile = s.Reason // no name, and so no plan is made
+			in.Profile = s.Reason // no valid name, so no plan is made
 		case s.Empty:
 			in.CI = -1
 		case s.Pinned && s.Holder != "":
@@ -177,7 +177,7 @@ func (f *foresight) stand(d *gpu.Device) {
 	f.snap.basis.MIG.Made[d.UUID] = made
 }
 
-// plan says what a partition of a file would come to.
+// plan returns what a partition of a file would change.
 func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan {
 	out := status.Plan{Partition: name, Unknown: f.unknown,
 		GPUs: []status.PlannedGPU{}, Offers: []status.PlannedOffer{}}
@@ -206,19 +206,19 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	return out
 }
 
-// end is the snapshot that the last round before the end would leave.
+// end returns the snapshot that the round after the last plan would leave.
 func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 	s := &Snapshot{At: f.snap.At, asked: asked{Wanted: wanted},
 		hardware: readout{Inventory: then.Inventory, Answered: true, Hangs: f.snap.hardware.Hangs},
 		shape: shape{Layouts: then.Changes.Layouts, Others: f.snap.basis.Others, Made: then.Made,
 			Leaving: then.Changes.Leaving, Failing: map[mig.Place]status.Cause{}}}
 	for at, why := range f.snap.shape.Failing {
-		if len(then.Steps[at.GPU]) == 0 { // else something was made there since, and it is tried again
+		if len(then.Steps[at.GPU]) == 0 { // otherwise something was made there since, and it is tried again
 			s.shape.Failing[at] = why
 		}
 	}
 	for _, v := range f.snap.hardware.Verdicts {
-		// That of an instance ends with the instance.
+		// A fault of an instance ends with the instance.
 		if placements, _ := placementsOf(v.Subject, then.Inventory); v.GI < 0 || len(placements) > 0 {
 			s.hardware.Verdicts = append(s.hardware.Verdicts, v)
 		}
@@ -231,7 +231,7 @@ func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 		of.work = append(of.work, then.Waits[u].Condition(status.Pending, string(u)))
 	}
 	if slices.EqualFunc(wanted, f.snap.asked.Wanted, config.Want.Equal) {
-		// What is wanted already, and has failed, is tried again later.
+		// The partition stays the same, so what has failed is tried again later.
 		for _, c := range f.snap.Conditions {
 			failed := c.Reason == status.GPUChangeFailed || c.Reason == status.ResetDue
 			if failed && len(then.Steps[gpu.UUID(c.Subject)]) > 0 {
@@ -243,7 +243,7 @@ func (f *foresight) end(then *plan.Forecast, wanted []config.Want) *Snapshot {
 	return s
 }
 
-// gpu is the way to its partition of one GPU, as it is then.
+// gpu returns the steps of one GPU to its partition. d is the GPU at the end.
 func (f *foresight) gpu(d *gpu.Device, w *config.Want, then *plan.Forecast) status.PlannedGPU {
 	g := status.PlannedGPU{Index: d.Index, UUID: string(d.UUID), Model: d.Model, Wanted: describeWant(w),
 		Fault: d.Fault, Untold: then.Untold[d.UUID],
@@ -297,9 +297,9 @@ func planned(p mig.Placement) status.PlannedInstance {
 	return out
 }
 
-// offers is what pods can ask for in the end.
+// offers returns what pods can ask for in the end.
 func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedOffer {
-	// The front-end says what there is beside those who have something.
+	// The front-end works out what is free beside the present allocations.
 	books := ledger.New(func() {}, time.Now)
 	for i := range f.allocations {
 		a := &f.allocations[i]
@@ -319,7 +319,7 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names)
 }
 
-// offersOf is what pods can ask for of a node, through either front-end.
+// offersOf returns what pods can ask for of a node, through either front-end.
 func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffer {
 	type key struct{ resource, api string }
 	sum := map[key]status.PlannedOffer{}
@@ -327,7 +327,7 @@ func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffe
 		k := key{resource, api}
 		o := sum[k]
 		o.Resource, o.API, o.Total, o.Free = resource, api, o.Total+total, o.Free+free
-		if onOne { // a request lives on one GPU
+		if onOne { // a request must fit on one GPU
 			o.Largest = max(o.Largest, largest)
 		} else {
 			o.Largest += largest
@@ -375,7 +375,7 @@ func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffe
 	return out
 }
 
-// mistakes are what an error says of lines of a partition file.
+// mistakes returns the mistakes in a partition file that an error lists.
 func mistakes(err error) (out []status.Mistake) {
 	all, ok := errors.AsType[config.Errors](err)
 	if !ok && err != nil {
@@ -387,7 +387,7 @@ func mistakes(err error) (out []status.Mistake) {
 	return out
 }
 
-// describeWant is what a GPU is to become, in a few words.
+// describeWant describes in a few words what a GPU is to become.
 func describeWant(w *config.Want) (text string) {
 	switch {
 	case w.Mode == config.Keep:

@@ -154,7 +154,7 @@ func (f *foreseen) trouble() {
 	}
 	f.SetNode(agentkube.Node{Annotations: annotations})
 	f.loop.reader.stale.Store(true)
-	f.bell.wake()
+	f.waker.wake()
 	f.LookAtCheckpoint()
 }
 

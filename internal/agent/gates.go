@@ -22,12 +22,12 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 )
 
-// gatekeeper writes the CDI files of allocations, with their limit pages, and takes them
-// away: without its file the runtime makes no container. It belongs to the loop's
-// goroutine. Use newGatekeeper.
+// gatekeeper writes and removes the CDI files of allocations, with their limit pages. Without its
+// file the runtime creates no container: so the file is the gate that lets a container start. It
+// belongs to the loop's goroutine. Use newGatekeeper.
 type gatekeeper struct {
 	domain string
-	// unit is Options.MemoryUnit, and openCaps is Options.OpenCaps.
+	// unit is Options.MemoryUnit, in MiB, and openCaps is Options.OpenCaps.
 	unit     gpu.MiB
 	openCaps bool
 	files    Files
@@ -38,14 +38,14 @@ type gatekeeper struct {
 	ledger   *ledger.Ledger
 	// started reports whether the container of an allocation has been started.
 	started func(id string) bool
-	// record writes an allocation down whose file is about to go.
-	record   func(state.Allocation) error
-	supplies *supplies
-	pages    *pageSweeper
+	// record saves an allocation whose file is about to be removed.
+	record      func(state.Allocation) error
+	driverFiles *driverFiles
+	pages       *pageSweeper
 
-	made    map[string]string // of what the files of allocations of MIG devices were made
-	removed map[string]bool   // allocations whose file is gone: the journal alone has them
-	swept   bool              // no file of an ended allocation is left
+	fileKeys map[string]string // of each allocation of MIG devices with a file: the fileKey that it was made from
+	removed  map[string]bool   // allocations whose file is gone: only the journal has them
+	swept    bool              // true if there is no file of an ended allocation
 }
 
 func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string) bool,
@@ -53,16 +53,17 @@ func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string)
 	return &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, log: o.Log,
 		files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer,
 		ledger: l, started: started, record: record,
-		supplies: &supplies{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
-		pages:    &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
-		made:     map[string]string{}, removed: map[string]bool{}}
+		driverFiles: &driverFiles{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
+		pages:       &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
+		fileKeys:    map[string]string{}, removed: map[string]bool{}}
 }
 
-// adoptFiles takes over the allocations of a predecessor from their CDI files, by takeOver.
+// adoptFiles takes over the allocations of an earlier process from their CDI files, by takeOver.
 func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given, file time.Time) error) {
 	keys, err := k.files.List()
 	if err != nil {
-		k.log.Warn("cannot list the CDI files of earlier allocations; the kubelet's word must do", "err", err)
+		k.log.Warn("cannot list the CDI files of earlier allocations; only the kubelet can name them now",
+			"err", err)
 		return
 	}
 	for _, key := range keys {
@@ -70,7 +71,7 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 		if err == nil {
 			var text string
 			if _, text, err = cdi.ReadRecord(spec, k.domain); err == nil {
-				written, _ := k.files.Written(key) // the zero time is no help, and no harm
+				written, _ := k.files.Written(key) // the zero time of an error does no harm
 				var r ledger.Record
 				if r, err = ledger.ReadRecord(text); err == nil {
 					err = takeOver(key, r, time.Time{}, written)
@@ -79,11 +80,11 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 		}
 		if err != nil {
 			k.log.Warn("cannot take an allocation over from its CDI file; "+
-				"it is made again when its container starts again",
+				"a restart of its container makes it again",
 				"key", key, "err", err)
 		}
 	}
-	// Those without a file are in the journal alone, and stay there.
+	// Allocations without a file are in the journal alone, and stay there.
 	for _, c := range k.ledger.Allocations() {
 		if _, exists := slices.BinarySearch(keys, c.ID); !exists {
 			k.removed[c.ID] = true
@@ -91,16 +92,15 @@ func (k *gatekeeper) adoptFiles(takeOver func(id string, r ledger.Record, given,
 	}
 }
 
-// write opens the gate of every allocation that may have its container made: the
-// CDI file stands, and nobody is left on its devices. It shuts the gate of one
-// that may not, by taking the file away. Why a gate stays shut is added to trouble,
-// by the allocation's key, where nothing is said there yet.
-func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble map[string]status.Cause) error {
+// write writes the CDI file of every allocation whose container may be created: its devices exist
+// and have no other holder. It removes the file of an allocation whose container may not. It adds
+// to trouble, by the allocation's key, why a file is missing, unless there is a reason already.
+func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trouble map[string]status.Cause) error {
 	var errs []error
 	opened := false
 	defer func() {
 		if opened {
-			goruntime.Gosched() // whoever waits for a gate answers the kubelet before the rest of the round
+			goruntime.Gosched() // let PreStartContainer answer the kubelet before the round goes on
 		}
 	}()
 	for i := range allocations {
@@ -115,28 +115,28 @@ func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble 
 		shut := on.inOtherMode(c) || c.Superseded
 		if c.Kind().InMIG() && !c.Superseded {
 			if slices.ContainsFunc(c.GPUs(), on.unread) {
-				continue // what the process before this one wrote stands
+				continue // the file of the last process stays
 			}
 			instances, stand := on.instancesOf(c)
 			shut = !stand
-			if gate := gateOf(instances); stand && c.IsOpen() && k.made[c.ID] != gate {
-				k.ledger.Shut(c.ID) // other instances at the same places
+			if gate := fileKey(instances); stand && c.IsOpen() && k.fileKeys[c.ID] != gate {
+				k.ledger.Shut(c.ID) // other instances at the same placements
 				c.Phase = ledger.Taken
 			}
 		}
 		switch {
 		case c.Phase == ledger.Waiting && c.Twice && !shut:
-			// The file is as good for the one that was let through, which may be reading it.
+			// The file is also valid for the container that was let through, which may be reading
+			// it.
 		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), c.Phase == ledger.Waiting,
-			// Given to the next pod, and nobody can say whether the one before
-			// is dead: the file is of that one.
+			// The kubelet gave the devices to the next pod, and it is not known whether the last
+			// pod has ended. The file is the last pod's.
 			c.Phase == ledger.Reserved && c.Fresh:
 			k.ledger.Shut(c.ID)
 			if !k.removed[c.ID] {
 				if c.Adopted || c.Owner == ledger.DRA || k.started(c.ID) {
-					// The file was the record of the allocation, and its container may live
-					// on while its pod is deleted by force: then nobody else knows
-					// which devices it has.
+					// The file was the record of the allocation. If the pod is deleted by force,
+					// its container may live on, and only this record tells which devices it has.
 					if err := k.record(recordOf(c)); err != nil {
 						failed(err)
 						continue
@@ -164,7 +164,7 @@ func (k *gatekeeper) write(on *ground, allocations []ledger.Allocation, trouble 
 	return status.Because(status.FilesFailed, errors.Join(errs...))
 }
 
-func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
+func (k *gatekeeper) writeFile(on *fileInputs, c *ledger.Allocation) error {
 	over, err := k.overlay(on, c)
 	if err != nil {
 		return err
@@ -179,7 +179,7 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 		if parts, names, err = k.instanceParts(&on.parts.Parts, instances); err != nil {
 			return err
 		}
-		gate = gateOf(instances)
+		gate = fileKey(instances)
 	}
 	spec, err := cdi.Spec(k.domain, c.ID, parts, names, over)
 	if err != nil {
@@ -192,8 +192,8 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 	if err := cdi.Record(spec, k.domain, string(record)); err != nil {
 		return err
 	}
-	// A file of the holder before has the same words, and would keep its age: a
-	// successor must see that this one is of the last Allocate.
+	// A file of the last holder has the same content, and rewriting it would keep its age. The next
+	// process must see that this one belongs to the last Allocate.
 	if written, err := k.files.Written(c.ID); err == nil && !c.Adopted && written.Before(c.Given) {
 		if err := k.files.Remove(c.ID); err != nil {
 			return err
@@ -203,7 +203,7 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 		return err
 	}
 	if gate != "" {
-		k.made[c.ID] = gate
+		k.fileKeys[c.ID] = gate
 		if !c.Asked.IsZero() {
 			k.observer.Wish(piece.At(c.Grants[0].Piece).Profile.String(), time.Since(c.Asked))
 		}
@@ -211,8 +211,8 @@ func (k *gatekeeper) writeFile(on *ground, c *ledger.Allocation) error {
 	return nil
 }
 
-// lookForFiles finds the allocations whose CDI file somebody has taken away, and those
-// whose counters their containers have made useless: who starts next gets new ones.
+// lookForFiles shuts the allocations whose CDI file was removed, and those whose memory counters
+// are spoilt. So the file is written again, and the container that starts next gets new counters.
 func (k *gatekeeper) lookForFiles() error {
 	keys, err := k.files.List()
 	if err != nil {
@@ -237,8 +237,8 @@ func (k *gatekeeper) lookForFiles() error {
 	return nil
 }
 
-// instanceParts is what containers need of MIG instances: the node of the GPU, and
-// those of the capabilities without which the driver shows them nothing of it.
+// instanceParts returns what containers need of MIG instances: the device node of the GPU, and the
+// capability nodes that give access to the instance.
 func (k *gatekeeper) instanceParts(of *cdi.Parts, instances []instance) (cdi.Parts, []gpu.UUID, error) {
 	parts := cdi.Parts{Common: of.Common, Devices: map[gpu.UUID]specs.ContainerEdits{}}
 	var names []gpu.UUID
@@ -258,9 +258,9 @@ func (k *gatekeeper) instanceParts(of *cdi.Parts, instances []instance) (cdi.Par
 	return parts, names, nil
 }
 
-// sweep removes the CDI files that no allocation and no container has, once after
-// allocations ended, and not before the witnesses have been heard. used reports whether a
-// container has an allocation.
+// sweep removes the CDI files that have neither an allocation nor a container. It runs once after
+// allocations have ended, and not before the witnesses have answered. used reports whether a
+// container uses an allocation.
 func (k *gatekeeper) sweep(heard bool, used func(id string) bool) error {
 	if k.swept && !k.pages.failed.Load() || !heard {
 		return nil
@@ -276,7 +276,7 @@ func (k *gatekeeper) sweep(heard bool, used func(id string) bool) error {
 		return ok
 	}
 	var errs []error
-	kept := false // for a container whose allocation nobody knows; its end ends no allocation
+	kept := false // of a container without an allocation; no allocation's end will start another sweep
 	for _, key := range keys {
 		switch {
 		case live(key):
@@ -286,7 +286,7 @@ func (k *gatekeeper) sweep(heard bool, used func(id string) bool) error {
 			errs = append(errs, k.files.Remove(key))
 		}
 	}
-	maps.DeleteFunc(k.made, func(key string, _ string) bool { return !live(key) })
+	maps.DeleteFunc(k.fileKeys, func(key string, _ string) bool { return !live(key) })
 	maps.DeleteFunc(k.removed, func(key string, _ bool) bool { return !live(key) })
 	errs = append(errs, k.sweepCaps(func(key string) bool {
 		kept = kept || !live(key) && used(key)

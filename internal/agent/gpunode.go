@@ -18,13 +18,13 @@ import (
 	"example.com/gpu-agent/pkg/memcap"
 )
 
-// gpuNode is what the GPUNode object says of the node: the same as s, which was shown from
-// the scene, for programs that place pods.
+// gpuNode returns the status of the GPUNode object, for programs that place pods. s is the status
+// that was made from the same scene. It is a pure function of both.
 func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Level) *gpunode.Status {
 	out := &gpunode.Status{MemoryUnitMiB: int(at.unit), HoldersIn: in}
 	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
 	if at.snap.Missing != "" || at.snap.At.IsZero() {
-		// A driver that is not there is why, as in the Node's GPUReady: it may last.
+		// A missing driver is the reason, as in the Node's GPUReady, since that may last.
 		ready.Status, ready.Reason = gpunode.False, cmp.Or(at.snap.usable.absent.Reason, status.Starting)
 		ready.Message = cmp.Or(at.snap.Missing, "the first round has not ended")
 	}
@@ -69,7 +69,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 	return out
 }
 
-// used are the numbers of the devices of a GPU that are held; a whole GPU's is 0.
+// used returns the numbers of the held devices of a GPU; a whole GPU is number 0.
 func (at *scene) used(u gpu.UUID, kind piece.Kind) piece.Set {
 	var numbers []int
 	for i := range at.allocations {
@@ -83,7 +83,7 @@ func (at *scene) used(u gpu.UUID, kind piece.Kind) piece.Set {
 	return piece.SetOf(slices.Compact(numbers))
 }
 
-// gpuConditions say whether a GPU is healthy, and whether what is free of it can be had.
+// gpuConditions returns whether a GPU is healthy, and whether pods can get what is free of it.
 func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Condition {
 	healthy := gpunode.Condition{Type: gpunode.Healthy, Status: gpunode.True, Reason: status.GPUsHealthy}
 	if g.Health != status.Healthy {
@@ -95,14 +95,14 @@ func (at *scene) gpuConditions(g *status.GPU, layout plan.Layout) []gpunode.Cond
 	}
 	out := []gpunode.Condition{available, healthy}
 	if n := at.idle(gpu.UUID(g.UUID)); n > 0 {
-		// Pods are not named: the object is for everybody.
+		// Do not name pods: any user of the API may read the object.
 		out = append(out, gpunode.Condition{Type: gpunode.Idle, Status: gpunode.True, Reason: status.GrantIdle,
-			Message: fmt.Sprintf("allocations that nobody has used for a while: %d", n)})
+			Message: fmt.Sprintf("allocations that have been unused for a while: %d", n)})
 	}
 	return out
 }
 
-// idle is how many allocations have something of a GPU that nobody uses.
+// idle returns the number of allocations on a GPU that are not used.
 func (at *scene) idle(u gpu.UUID) (n int) {
 	for i := range at.allocations {
 		a := &at.allocations[i]
@@ -114,12 +114,12 @@ func (at *scene) idle(u gpu.UUID) (n int) {
 	return n
 }
 
-// withdrawn is why nobody new can have anything of a GPU; empty where one can, or could if
-// the GPU were not full.
+// withdrawn returns why new pods cannot get anything of a GPU; zero if they can, or could if the
+// GPU were not full.
 func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 	u := gpu.UUID(g.UUID)
 	for _, v := range at.snap.hardware.Verdicts {
-		if v.GPU == u && v.GI < 0 { // of one instance, the rest goes on
+		if v.GPU == u && v.GI < 0 { // with a fault of one instance, the rest goes on
 			return status.Why(status.GPUUnhealthy, "%s", v.Reason)
 		}
 	}
@@ -153,7 +153,7 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 	return status.Cause{}
 }
 
-// blockedBy is the reason why a GPU's change waits.
+// blockedBy returns the reason why a GPU's change waits. The GPU must have such a condition.
 func (at *scene) blockedBy(uuid string) status.Reason {
 	i := slices.IndexFunc(at.snap.Conditions, func(c status.Condition) bool {
 		return c.Type == status.Blocked && c.Subject == uuid
@@ -161,7 +161,7 @@ func (at *scene) blockedBy(uuid string) status.Reason {
 	return at.snap.Conditions[i].Reason
 }
 
-// gpuNodeMIG is what a GPU has of MIG devices. Its card is added to cards.
+// gpuNodeMIG returns a GPU's MIG devices, and adds its card to cards.
 func (at *scene) gpuNodeMIG(g *status.GPU, d *gpu.Device, cards *[]gpunode.Card) *gpunode.MIG {
 	m := &gpunode.MIG{OnDemand: g.MIG.OnDemand, Card: nameCard(gpunode.CardOf(d), cards)}
 	leaving := map[string]bool{}
@@ -185,7 +185,7 @@ func (at *scene) gpuNodeMIG(g *status.GPU, d *gpu.Device, cards *[]gpunode.Card)
 			continue
 		case status.PlacementCovered:
 			if p.UUID != "" && p.Resource == "" {
-				continue // stands, and nobody is offered it
+				continue // exists, but is not on offer
 			}
 		}
 		if leaving[p.Device] && p.State != status.PlacementFailed {
@@ -205,8 +205,8 @@ func (at *scene) gpuNodeMIG(g *status.GPU, d *gpu.Device, cards *[]gpunode.Card)
 	return m
 }
 
-// nameCard finds a GPU's kind among cards, or adds it, and returns its name there; nil has
-// none.
+// nameCard finds a card among cards, or adds it, and returns its name there. Different cards of one
+// model get different names. A nil card has no name.
 func nameCard(c *gpunode.Card, cards *[]gpunode.Card) string {
 	if c == nil {
 		return ""
@@ -225,7 +225,7 @@ func nameCard(c *gpunode.Card, cards *[]gpunode.Card) string {
 	}
 }
 
-// gpuNodeHolders are those who have something of a GPU.
+// gpuNodeHolders returns the holders of a GPU's devices.
 func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 	var out []gpunode.Holder
 	for i := range at.allocations {
@@ -260,8 +260,8 @@ func (y *display) gpuNode(in gpunode.HoldersIn) *gpunode.Status {
 	return at.gpuNode(&s, in, y.caps)
 }
 
-// holdersIn says where the holders of devices are told on a node from which in came, where the
-// operator says fixed, or nothing.
+// holdersIn returns where the holders of devices are published on the node of in. fixed is the
+// operator's choice, which may be empty.
 func (in *input) holdersIn(fixed gpunode.HoldersIn) gpunode.HoldersIn {
 	switch {
 	case fixed != "":

@@ -17,40 +17,40 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// When the GPUNode is written.
+// Limits on writes of the GPUNode.
 const (
-	// gather is how long news waits for more, and occupancyWithin how long a change does by
-	// which neither more nor less can be had at once than before.
+	// gather is how long news waits for more news. occupancyWithin is how long a change of
+	// occupancy waits: pods can get neither more nor less because of it.
 	gather          = time.Second
 	occupancyWithin = time.Minute
-	// writesInARow may follow each other as they come; after that there is one every
-	// writesEvery. Pods that come and go at a usual rate need at most one for each start and
-	// each end. The ration is for what changes without rest, as a fault does that comes and
-	// goes.
+	// writesInARow may follow each other at once. After these, there is one write every
+	// writesEvery. Pods that come and go at a usual rate need at most one write per start and per
+	// end. The limit is for what changes without end, such as a fault that comes and goes.
 	writesInARow = 60
 	writesEvery  = 5 * time.Second
-	// startsWithin is how long the object that a predecessor left stays as it is, while this
-	// process is not ready: an update is no news.
+	// startsWithin is how long a new process leaves the object of the last one as it is while it is
+	// not ready. An update of the agent is no news.
 	startsWithin = time.Minute
-	// lastWrite bounds the write that says that the agent ends.
+	// lastWrite bounds the write that reports the end of the agent.
 	lastWrite = 2 * time.Second
 )
 
-// GPUNodes is where the GPUNode of the node is written. internal/kube/agentkube has it.
+// GPUNodes reads and writes the node's GPUNode. internal/kube/agentkube implements it.
 type GPUNodes interface {
-	// WatchGPUNode calls fn with what the server has, nil for nothing, or with why it can
-	// have nothing.
+	// WatchGPUNode calls fn with the object that the server has, nil if it has none, or with an
+	// error if it cannot have one.
 	WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, error)) error
-	// WriteGPUNode makes the object say this, and returns what the server has then.
+	// WriteGPUNode writes the object, and returns what the server has then.
 	WriteGPUNode(context.Context, *gpunode.Status) (*gpunode.Status, error)
 }
 
-// gpuNodeWriter keeps the GPUNode object equal to what the node has: news within a second,
-// other changes within a minute, nothing twice. It writes again where somebody else has
-// changed or deleted the object.
+// gpuNodeWriter keeps the GPUNode object equal to the node's state. It writes news within a second,
+// and other changes within a minute. It compares with what the server has, so it restores the
+// object when another client has changed or deleted it, and never writes the same twice. If the
+// object has the holders (gpunode.InObject), every change is news.
 type gpuNodeWriter struct {
-	api GPUNodes // nil where there is none
-	// say is what the object is to say; ready reports whether this process is.
+	api GPUNodes // nil if the agent writes no GPUNode
+	// say returns the desired object. ready returns nil if this process is ready.
 	say   func() *gpunode.Status
 	ready func() error
 	log   *slog.Logger
@@ -58,19 +58,20 @@ type gpuNodeWriter struct {
 	news   chan struct{}
 	ration *rate.Limiter
 
-	// writing is held during a write; left, which it guards, says that the last one has been.
+	// writing is held during a write. left, which it guards, is true after the last write of the
+	// agent.
 	writing sync.Mutex
 	left    bool
 
 	mu sync.Mutex
-	// Guarded by mu. has is what the server has, if known, and absent why it can have
-	// nothing.
+	// Guarded by mu. has is what the server has, valid if known. absent is why the server cannot
+	// have the object; nil if it can.
 	has    *gpunode.Status
 	known  bool
 	absent error
-	// sent and kept are the last write, and what the server made of it.
+	// sent is the last object that was written, and kept what the server made of it.
 	sent, kept *gpunode.Status
-	// failed is why the last write was not taken.
+	// failed is why the last write failed; nil if it did not.
 	failed error
 }
 
@@ -87,11 +88,11 @@ func (w *gpuNodeWriter) run(ctx context.Context) error {
 	return g.Wait()
 }
 
-// see takes in what the server has, or why it can have nothing.
+// see takes in what the server has, or why it cannot have the object.
 func (w *gpuNodeWriter) see(has *gpunode.Status, absent error) {
 	w.mu.Lock()
 	if absent != nil && w.absent == nil {
-		w.log.Warn("there is no GPUNode of this node; schedulers are told nothing by way of it", "err", absent)
+		w.log.Warn("this node has no GPUNode, so schedulers learn nothing from it", "err", absent)
 	} else if absent == nil && w.absent != nil {
 		w.log.Info("GPUNodes can be written now")
 	}
@@ -100,10 +101,10 @@ func (w *gpuNodeWriter) see(has *gpunode.Status, absent error) {
 	poke(w.news)
 }
 
-// turn has what the object is to say compared, after a round.
+// turn is called after each round. It makes write compare the object again.
 func (w *gpuNodeWriter) turn(bool) { poke(w.news) }
 
-// conditions says why the object is not what it should be.
+// conditions returns a condition if the object cannot be written.
 func (w *gpuNodeWriter) conditions() []status.Condition {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -114,18 +115,18 @@ func (w *gpuNodeWriter) conditions() []status.Condition {
 	return nil
 }
 
-// write is the writer's goroutine.
+// write writes the object when that is due, until ctx ends.
 func (w *gpuNodeWriter) write(ctx context.Context) error {
 	began := time.Now()
 	pause := backOff(backOffMax)
-	var calm time.Time // since when only the occupancy has differed
+	var calm time.Time // since when only the occupancy has differed; zero if it does not
 	var again <-chan time.Time
 	for {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
 		case <-w.news:
-			if !elapse(ctx, gather) { // for what else comes with it
+			if !elapse(ctx, gather) { // more changes may come with it
 				return ctx.Err()
 			}
 		case <-again:
@@ -148,7 +149,7 @@ func (w *gpuNodeWriter) write(ctx context.Context) error {
 			continue
 		}
 		if r := w.ration.Reserve(); r.Delay() > 0 {
-			again = time.After(r.Delay()) // and then with what is true by then
+			again = time.After(r.Delay()) // and then write what is true by then
 			r.Cancel()
 			continue
 		}
@@ -161,7 +162,7 @@ func (w *gpuNodeWriter) write(ctx context.Context) error {
 	}
 }
 
-// due is what the object is to say, and how much of it the server does not have.
+// due returns the desired object, and how much the server's differs from it.
 func (w *gpuNodeWriter) due() (*gpunode.Status, gpunode.Change) {
 	want := w.say()
 	w.mu.Lock()
@@ -170,11 +171,11 @@ func (w *gpuNodeWriter) due() (*gpunode.Status, gpunode.Change) {
 		return nil, gpunode.Same
 	}
 	if err := want.Check(); err != nil {
-		want = gpunode.OutOfBounds(err) // no reader would use the other
+		want = gpunode.OutOfBounds(err) // no reader would use the invalid object
 	}
 	base := w.has
 	if base != nil && reflect.DeepEqual(base, w.kept) {
-		base = w.sent // of which a definition that is older keeps less
+		base = w.sent // an older definition may have kept less than was sent
 	}
 	change := want.Since(base, time.Now())
 	if w.has == nil {
@@ -183,7 +184,7 @@ func (w *gpuNodeWriter) due() (*gpunode.Status, gpunode.Change) {
 	return want, change
 }
 
-// put makes one write, unless the last one has been.
+// put writes the object, unless the agent's last write is done. last is true for that write.
 func (w *gpuNodeWriter) put(ctx context.Context, want *gpunode.Status, last bool) error {
 	w.writing.Lock()
 	defer w.writing.Unlock()
@@ -200,8 +201,8 @@ func (w *gpuNodeWriter) put(ctx context.Context, want *gpunode.Status, last bool
 	return err
 }
 
-// leave says that the agent ends: nobody is to place a pod here before the next one has
-// started.
+// leave reports in the object that the agent ends, so that no scheduler places a pod here before
+// the next agent has started.
 func (w *gpuNodeWriter) leave(ctx context.Context) {
 	if w.api == nil {
 		return
@@ -214,7 +215,7 @@ func (w *gpuNodeWriter) leave(ctx context.Context) {
 	has := w.has
 	w.mu.Unlock()
 	if has == nil || !gpunode.Is(has.Conditions, gpunode.Ready) {
-		return // nobody is told otherwise
+		return // it is not ready there anyway
 	}
 	for i := range want.Conditions {
 		if c := &want.Conditions[i]; c.Type == gpunode.Ready {
@@ -225,6 +226,6 @@ func (w *gpuNodeWriter) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, lastWrite)
 	defer cancel()
 	if err := w.put(ctx, want, true); err != nil {
-		w.log.Warn("the node's GPUNode does not say that the agent ends", "err", err)
+		w.log.Warn("cannot write the end of the agent into the node's GPUNode", "err", err)
 	}
 }

@@ -367,9 +367,9 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 			g.set(nil, g.absent)
 		}
 		b.want("applied", fourUnits, "")
-		b.bell.wake()
+		b.waker.wake()
 		synctest.Wait()
-		if n := strings.Count(b.log.String(), "there is no GPUNode"); n != 1 || g.count() != 0 {
+		if n := strings.Count(b.log.String(), "this node has no GPUNode"); n != 1 || g.count() != 0 {
 			t.Errorf("said %d times:\n%s", n, b.log)
 		}
 		if s := b.Status(); len(s.Conditions) != 1 || s.Conditions[0].Reason != status.GPUNodeFailed || s.Partition.Message != "" {
@@ -377,7 +377,7 @@ func TestGPUNodeWithoutADefinition(t *testing.T) {
 		}
 		g.set(nil, nil)
 		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
-		b.bell.wake()
+		b.waker.wake()
 		if synctest.Wait(); len(b.Status().Conditions) != 0 {
 			t.Errorf("%+v", b.Status().Conditions)
 		}

@@ -13,9 +13,9 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// instancesOf finds the instances of an allocation of MIG devices. ok is false where one
-// of them does not stand, or is about to go: the allocation's container cannot start.
-func (on *ground) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
+// instancesOf returns the instances of an allocation of MIG devices. ok is false if one of them
+// does not exist or is being destroyed: then the allocation's container cannot start.
+func (on *fileInputs) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	for j := range c.Grants {
 		g := &c.Grants[j]
 		d := on.inv.ByUUID(g.GPU)
@@ -34,9 +34,9 @@ func (on *ground) instancesOf(c *ledger.Allocation) (out []instance, ok bool) {
 	return out, true
 }
 
-// inOtherMode reports whether an allocation is not of MIG devices, and a GPU of it is in
-// MIG mode or on its way: no container can use it as a whole.
-func (on *ground) inOtherMode(c *ledger.Allocation) bool {
+// inOtherMode reports whether an allocation of no MIG devices has a GPU that is in MIG mode or is
+// changing its mode. No container can use such a GPU as a whole.
+func (on *fileInputs) inOtherMode(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool {
 		if g.Kind().InMIG() || g.NoRoom {
 			return false
@@ -46,15 +46,15 @@ func (on *ground) inOtherMode(c *ledger.Allocation) bool {
 	})
 }
 
-// instance is a MIG instance and the GPU that it is on.
+// instance is a MIG instance and its GPU.
 type instance struct {
 	gpu *gpu.Device
 	in  *gpu.Instance
 }
 
-// gateOf names what an allocation's CDI file depends on, so that it can be told when that
-// has become something else.
-func gateOf(instances []instance) string {
+// fileKey returns a text of all that an allocation's CDI file depends on. If it changes, the file
+// is out of date.
+func fileKey(instances []instance) string {
 	var b strings.Builder
 	for _, i := range instances {
 		fmt.Fprintf(&b, "%s %d %d %s\n", i.gpu.UUID, i.in.GI, i.in.CI, i.in.UUID)

@@ -11,12 +11,12 @@ import (
 	"example.com/gpu-agent/internal/state"
 )
 
-// trimEvery is after how many lines the journal is replaced by one with the allocations
-// that need it, where some always do.
+// trimEvery is the number of lines after which the journal is replaced by one with only the
+// allocations that need it. A journal that needs none is emptied at once.
 const trimEvery = 256
 
-// journal is the agent's memory on disk. It writes allocations down of which no file tells yet.
-// note is for anybody, all else for the loop's goroutine.
+// journal saves allocations that no CDI file records yet. Any goroutine may call note; all else
+// belongs to the loop's goroutine.
 type journal struct {
 	store Store
 	// boot is Options.Boot.
@@ -25,24 +25,24 @@ type journal struct {
 	ration *brief.Ration
 
 	mu    sync.Mutex
-	noted []state.Allocation // guarded by mu; not yet written down
+	noted []state.Allocation // guarded by mu; not yet written
 
-	// released is how many allocations had ended when the last round looked.
+	// released is the number of ended allocations in the last round.
 	released uint64
 	written  int // lines since the journal was last replaced
-	// due says that it lacks an allocation, or has one that has ended, which a successor would
-	// take for a holder.
+	// due is true if the journal lacks an allocation, or has one that has ended. The next process
+	// would take the latter for a holder.
 	due bool
 }
 
-// note takes down an allocation, which write writes down.
+// note adds an allocation for the next write.
 func (j *journal) note(c *ledger.Allocation) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.noted = append(j.noted, recordOf(c))
 }
 
-// write writes the allocations down that were noted since the last time.
+// write writes the allocations that were noted since the last write.
 func (j *journal) write() {
 	j.mu.Lock()
 	noted := j.noted
@@ -50,9 +50,9 @@ func (j *journal) write() {
 	j.mu.Unlock()
 	for _, c := range noted {
 		if err := j.append(c); err != nil {
-			j.ration.Log(slog.LevelWarn, "cannot write an allocation down; the kubelet's checkpoint must do", nil,
+			j.ration.Log(slog.LevelWarn, "cannot save an allocation; only the kubelet's checkpoint has it", nil,
 				"resource", c.Resource, "err", err)
-			j.due = true // the journal is written anew, as soon as that can be done
+			j.due = true // save writes the journal anew as soon as it can
 		}
 	}
 }
@@ -65,7 +65,7 @@ func (j *journal) append(c state.Allocation) error {
 	return err
 }
 
-// trim drops from the journal all but these, where that is worth it.
+// trim drops all allocations but need from the journal, if that is worth it.
 func (j *journal) trim(need []state.Allocation) error {
 	if !j.due && (j.written == 0 || j.written < trimEvery && len(need) > 0) {
 		return nil
@@ -78,8 +78,8 @@ func (j *journal) trim(need []state.Allocation) error {
 	return nil
 }
 
-// recordOf is what the journal says of an allocation. When one that was adopted was
-// allocated is not known; zero has the next process adopt it too.
+// recordOf returns the journal's record of an allocation. It has no time if the allocation was
+// adopted, since that is not known. The next process then adopts it, too.
 func recordOf(c *ledger.Allocation) state.Allocation {
 	record := state.Allocation{Key: c.ID, Record: c.Record()}
 	if !c.Adopted {

@@ -14,13 +14,14 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// layouts is what the GPUs are laid out as, and what of former layouts is still listed,
-// as withdrawn. It belongs to the loop's goroutine.
+// layouts has the layouts of the GPUs, and those earlier ones that are still listed as withdrawn. A
+// device stays listed for plan.Linger, also over a restart: the kubelet crashes if an ID leaves the
+// list while its Allocate is under way. layouts belongs to the loop's goroutine.
 type layouts struct {
-	now  map[gpu.UUID]plan.Layout // replaced by settle, not changed
+	now  map[gpu.UUID]plan.Layout // settle replaces it and never changes it
 	past map[gpu.UUID][]plan.Past
 	log  *slog.Logger
-	// told is told of each GPU that is laid out anew.
+	// told is called for each GPU that is laid out anew.
 	told func(gpu.UUID, plan.Layout)
 }
 
@@ -33,8 +34,8 @@ func (l *layouts) offerAny(gpus []gpu.UUID) bool {
 	return slices.ContainsFunc(gpus, func(u gpu.UUID) bool { return l.now[u].Offers })
 }
 
-// keep keeps what a GPU does not offer any more in the list, until the kubelet may
-// forget it. What it offered through DRA was never there.
+// keep keeps the devices of an earlier layout listed for plan.Linger. Devices that were offered
+// through DRA were not in the kubelet's list.
 func (l *layouts) keep(u gpu.UUID, old plan.Layout) {
 	if !old.Through(ledger.DevicePlugin) {
 		return
@@ -42,10 +43,10 @@ func (l *layouts) keep(u gpu.UUID, old plan.Layout) {
 	l.past[u] = append(l.past[u], plan.Past{Layout: old, Until: time.Now().Add(plan.Linger)})
 }
 
-// settle makes the planned layouts the ones in force, and keeps what they replace.
+// settle puts the planned layouts in force, and keeps those that they replace listed.
 func (l *layouts) settle(changes *plan.Changes) {
 	for _, u := range sortedKeys(changes.Layouts) {
-		// MIG devices come and go one by one.
+		// MIG devices come and go one by one
 		old, to := l.now[u], changes.Layouts[u]
 		if old.InMIG() && to.InMIG() && !old.Equal(to) {
 			l.keep(u, old)
@@ -65,8 +66,8 @@ func (l *layouts) settle(changes *plan.Changes) {
 	l.now = changes.Layouts
 }
 
-// expire drops what has been listed as withdrawn for long enough. That is done before
-// a plan, which may need the room.
+// expire drops layouts that have been listed as withdrawn for long enough. It runs before each
+// plan, which may need their room.
 func (l *layouts) expire(now time.Time) {
 	for u, past := range l.past {
 		l.past[u] = slices.DeleteFunc(past, func(p plan.Past) bool { return !p.Until.After(now) })
@@ -76,12 +77,12 @@ func (l *layouts) expire(now time.Time) {
 	}
 }
 
-// linger keeps what an ended allocation had in the list for a while, where its GPU's layout
-// does not have it.
+// linger keeps what an ended allocation had listed for a while, if its GPU's layout does not have
+// it.
 func (l *layouts) linger(c *ledger.Allocation) {
 	for i := range c.Grants {
 		g := &c.Grants[i]
-		// Only what it had: its last device may be the 30,000th of its GPU.
+		// Keep only what the allocation had: its last device may be number 30,000 of its GPU.
 		have, _ := l.now[g.GPU].Of(g.Kind())
 		rest, some := have.Rest(g.Piece)
 		if !some {
@@ -92,10 +93,10 @@ func (l *layouts) linger(c *ledger.Allocation) {
 	}
 }
 
-// restore takes over what the process before this one wrote down, by listed. What it
-// left that knew no bound, or a broken disk, is not restored beyond it: this one would
-// die of it before it has read a corrected partition file. The kubelet has called no
-// Allocate for what it is not told of again: nobody was there to answer.
+// restore takes over the layouts that an earlier process saved. It leaves out layouts with more
+// devices than the kubelet can be told of, which a version without that bound or a broken disk may
+// have left: the agent would die of them before it has read a corrected partition file. Leaving
+// them out is safe, since the kubelet has no Allocate under way while no agent is there to answer.
 func (l *layouts) restore(listed []state.Layout, now time.Time) {
 	rows := plan.NewRows()
 	for _, w := range listed {
@@ -106,7 +107,7 @@ func (l *layouts) restore(listed []state.Layout, now time.Time) {
 		case w.N < 0 || !rows.Fits(w.GPU, was):
 			l.log.Warn("leave out a layout that a GPU had: it has more devices than the kubelet can be told of",
 				"gpu", w.GPU, "resource", w.Kind, "devices", w.N, "most", timeslice.MaxListed)
-		case w.Until.IsZero(): // in force when it was written
+		case w.Until.IsZero(): // in force when it was saved
 			rows.Add(w.GPU, was)
 			l.now[w.GPU] = was
 		default:
@@ -121,7 +122,7 @@ func (l *layouts) restore(listed []state.Layout, now time.Time) {
 	}
 }
 
-// listed is what a successor must go on listing.
+// listed returns the layouts that the next process must go on listing.
 func (l *layouts) listed() (out []state.Layout) {
 	for _, u := range sortedKeys(l.now) {
 		if c := l.now[u]; c.Offers {

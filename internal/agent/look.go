@@ -20,19 +20,19 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// reader reads the hardware, beside the loop where that takes long, and knows it as it
-// was last seen. stale may be set by anybody, and again called; everything else is for the
-// loop's goroutine. Use newReader.
+// reader reads the hardware and keeps the last reading. A slow reading runs beside the loop. Any
+// goroutine may set stale and call again and wasReset; everything else belongs to the loop's
+// goroutine. Use newReader.
 type reader struct {
 	driver Driver
 	health *health.Monitor
-	// told is told of what a reading says, when health has been.
-	told judge
-	log  *slog.Logger
-	// wake has a round come, when a reading has ended that none waits for.
+	// faults is informed of each reading, after health.
+	faults healthListener
+	log    *slog.Logger
+	// wake starts a round when a reading has ended that no round waits for.
 	wake  func()
 	links *links
-	// stale says that the driver is to be read anew in the next round.
+	// stale is true if the next round must read the driver.
 	stale atomic.Bool
 
 	// The rest belongs to the loop's goroutine.
@@ -40,30 +40,31 @@ type reader struct {
 	inv      *gpu.Inventory   // nil before anything is known
 	topology *topology.Graph  // of inv
 	matrix   *topology.Matrix // of topology
-	// epoch counts the drivers and the sets of GPUs that were seen: each may have
-	// forgotten what was set before, and needs other files in containers.
-	epoch    uint64
-	reading  *pending  // one is under way
-	readAt   time.Time // when the last one ended
-	answered bool      // one has succeeded
-	readErr  error     // why that failed
-	readRest rest      // how long it is not tried again
-	letGo    string    // why the driver was let go
-	letting  string    // why it is to be let go when no work is under way
-	cards    cards     // of inv
+	// epoch counts the distinct drivers and sets of GPUs that were read. A new driver may have
+	// forgotten earlier settings, and containers may need other files of it.
+	epoch     uint64
+	reading   *pending  // the one that runs now; nil if none does
+	readAt    time.Time // when the last one ended; zero before the first
+	answered  bool      // true once one has succeeded
+	readErr   error     // why the last one failed, or why the driver was let go; nil otherwise
+	readRest  rest      // the pause after failures
+	letGo     string    // why the driver was let go; empty while it is not
+	letGoNext string    // why it will be let go once no job runs; empty otherwise
+	cards     cards     // of inv
 }
 
-// judge turns what is known of the GPUs' health into what the front-ends are told; faults does.
-type judge interface {
-	// stands takes in what stands on the GPUs, by which a fault of an instance is understood.
-	stands(*gpu.Inventory)
-	// apply tells the front-ends.
+// healthListener is told of each reading, and tells the front-ends about the GPUs' health. faults
+// implements it.
+type healthListener interface {
+	// setInventory takes in the inventory, which tells the instance that a fault's number means.
+	setInventory(*gpu.Inventory)
+	// apply tells the front-ends the present verdicts.
 	apply()
-	// isBlind reports whether the driver tells of no events.
+	// isBlind reports whether the driver sends no events.
 	isBlind() bool
 }
 
-// firstEpoch is the reader's before it has read anything.
+// firstEpoch is the reader's epoch before the first reading.
 const firstEpoch = 1
 
 func newReader(o *Options, w *Worlds, monitor *health.Monitor, wake func()) *reader {
@@ -76,29 +77,29 @@ func newReader(o *Options, w *Worlds, monitor *health.Monitor, wake func()) *rea
 	return r
 }
 
-// again has the hardware read anew, in a round that comes at once. It may be called by anybody.
+// again starts a round that reads the hardware. Any goroutine may call it.
 func (r *reader) again() {
 	r.stale.Store(true)
 	r.wake()
 }
 
-// wereReset takes in when an operator says that GPUs were reset.
+// wereReset takes in the times at which an operator reset GPUs.
 func (r *reader) wereReset(at map[gpu.UUID]time.Time) {
 	for u, at := range at {
 		if r.health.WasReset(u, at) {
-			r.log.Info("an operator says that a GPU was reset", "gpu", string(u), "at", at)
+			r.log.Info("an operator reports that a GPU was reset", "gpu", string(u), "at", at)
 			r.again()
 		}
 	}
 }
 
-// wasReset takes in that the agent itself has reset a GPU. It may be called by anybody.
+// wasReset takes in that the agent itself has reset a GPU. Any goroutine may call it.
 func (r *reader) wasReset(u gpu.UUID) {
 	r.health.WasReset(u, time.Now())
 	r.again()
 }
 
-// restore takes over the GPUs that the process before this one knew.
+// restore takes over the GPUs that the last process knew.
 func (r *reader) restore(gpus []gpu.Device) {
 	r.inv = &gpu.Inventory{GPUs: gpus}
 	r.setTopology()
@@ -107,7 +108,7 @@ func (r *reader) restore(gpus []gpu.Device) {
 	}
 }
 
-// reading is one look at the hardware.
+// reading is the result of reading the hardware once.
 type reading struct {
 	began  time.Time
 	inv    gpu.Inventory
@@ -115,8 +116,7 @@ type reading struct {
 	err    error
 }
 
-// read asks the driver for everything. It runs beside the loop, for as long as
-// the driver takes.
+// read asks the driver for everything, for at most driverPatience. It runs beside the loop.
 func (r *reader) read(ctx context.Context) reading {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
@@ -144,19 +144,19 @@ func (r *reader) read(ctx context.Context) reading {
 	return got
 }
 
-// pending is a reading under way. One round waits for its result; after that round has
-// gone on, the loop is woken for it.
+// pending is a reading that runs now. The round that began it waits for the result. If that round
+// gives up waiting, the end of the reading starts another round.
 type pending struct {
 	box  chan reading // of size 1
-	late atomic.Bool  // no round waits for it
+	late atomic.Bool  // true once no round waits for it
 }
 
-// look takes in the hardware as it is. Where a reading is due it begins one and
-// waits for it, but not for long and not twice: while the driver hangs, the
-// loop goes on with what it knows. It reports whether there is news of the hardware,
-// and the error of the last reading.
+// look takes in the present hardware. If a reading is due it begins one and waits up to
+// lookPatience. It waits for one reading only once: while the driver hangs, the loop goes on with
+// the last reading. look reports whether there was a new reading, and returns the error of the last
+// one.
 //
-// unsettled tells of which GPUs a reading that began then is not to be believed.
+// unsettled reports whether a reading of a GPU that began at that time is unreliable.
 func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time.Time) bool) (news bool, err error) {
 	if r.letGo != "" {
 		return false, r.readErr
@@ -184,7 +184,7 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 		}
 		p.late.Store(true)
 	}
-	select { // it may have come before it could know that it is late
+	select { // it may have ended just before late was set
 	case got := <-p.box:
 		return r.take(got, unsettled, time.Now()), r.lookErr()
 	default:
@@ -192,8 +192,8 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 	}
 }
 
-// lookErr is why the hardware is not known as it is now: what the last reading
-// failed of, or that the first one takes its time.
+// lookErr returns why the present hardware is not known: the error of the last reading, or a
+// timeout while the first one runs.
 func (r *reader) lookErr() error {
 	if r.inv == nil && r.readErr == nil {
 		return fmt.Errorf("read the inventory: %w", gpu.ErrTimeout)
@@ -201,12 +201,12 @@ func (r *reader) lookErr() error {
 	return r.readErr
 }
 
-// readDue says whether the hardware is to be read anew.
+// readDue reports whether the hardware must be read now.
 func (r *reader) readDue(now time.Time) bool {
 	return r.stale.Load() || !now.Before(r.nextReading(now))
 }
 
-// nextReading is when the hardware is to be read if nothing happens.
+// nextReading returns when the hardware is read next if there is no event.
 func (r *reader) nextReading(now time.Time) time.Time {
 	if r.readAt.IsZero() {
 		return now
@@ -215,7 +215,7 @@ func (r *reader) nextReading(now time.Time) time.Time {
 		return r.readRest.until
 	}
 	next := r.readAt.Add(inventoryEvery)
-	if r.told.isBlind() {
+	if r.faults.isBlind() {
 		next = r.readAt.Add(blindEvery)
 	}
 	if probe := r.health.Due(now); !probe.IsZero() && probe.Before(next) {
@@ -224,11 +224,11 @@ func (r *reader) nextReading(now time.Time) time.Time {
 	return next
 }
 
-// take makes a reading the present one, and reports whether it has succeeded. A failed
-// one changes only what is known of the GPUs' health.
+// take puts a reading in force and reports whether it succeeded. A failed one changes only the
+// known health of the GPUs.
 func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now time.Time) bool {
 	r.reading = nil
-	defer r.told.apply()
+	defer r.faults.apply()
 	r.readAt = now
 	if got.err != nil {
 		r.health.Reading(health.Reading{Err: got.err}, now)
@@ -242,7 +242,7 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 		r.epoch++
 	}
 	for i := range inv.GPUs {
-		// What was seen in the middle of a change is not believed.
+		// A GPU that was read during a change keeps its last MIG state.
 		if d := &inv.GPUs[i]; r.inv != nil && unsettled(d.UUID, got.began) {
 			if old := r.inv.ByUUID(d.UUID); old != nil {
 				d.MIG = old.MIG
@@ -251,9 +251,9 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	}
 	r.inv = inv
 	r.setTopology()
-	r.told.stands(inv)
+	r.faults.setInventory(inv)
 	r.cards.follow(inv, r.log)
-	// As merged: a GPU that the driver cannot name has its name here.
+	// These are the merged GPUs: a GPU that the driver cannot name has its name here.
 	seen := health.Reading{Load: inv.Load}
 	for i := range inv.GPUs {
 		g := got.health[inv.GPUs[i].UUID]
@@ -264,20 +264,20 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 	return true
 }
 
-// setMIG takes in the MIG side of one GPU, as it is now.
+// setMIG takes in the present MIG state of one GPU.
 func (r *reader) setMIG(u gpu.UUID, m gpu.MIG) {
 	inv := *r.inv
 	inv.GPUs = slices.Clone(inv.GPUs)
 	inv.ByUUID(u).MIG = m
 	r.inv = &inv
-	r.told.stands(r.inv)
+	r.faults.setInventory(r.inv)
 	r.cards.follow(r.inv, r.log)
 	if slices.ContainsFunc(r.health.Verdicts(), func(v health.Verdict) bool { return v.GPU == u && v.GI >= 0 }) {
-		r.stale.Store(true) // re-read, so that health drops what it says of a removed instance
+		r.stale.Store(true) // read again, so that health drops its verdicts on a removed instance
 	}
 }
 
-// setTopology draws up how the GPUs of the inventory are joined.
+// setTopology works out how the GPUs of the inventory are connected.
 func (r *reader) setTopology() {
 	r.topology = topology.New(r.inv)
 	m := r.topology.Matrix()
@@ -286,24 +286,23 @@ func (r *reader) setTopology() {
 	r.links.some.Store(slices.ContainsFunc(r.inv.GPUs, linked))
 }
 
-// sameGPUs reports whether two readings have the same GPUs, each as well
-// described as in the other.
+// sameGPUs reports whether two readings have the same GPUs: equal UUIDs and minor numbers, and each
+// with a fault in both or in neither.
 func sameGPUs(a, b *gpu.Inventory) bool {
 	return slices.EqualFunc(a.GPUs, b.GPUs, func(x, y gpu.Device) bool {
 		return x.UUID == y.UUID && x.Minor == y.Minor && (x.Fault == "") == (y.Fault == "")
 	})
 }
 
-// withMissing adds the GPUs that were there before and are not now, with
-// that as their fault: their devices must turn unhealthy, not vanish. One that the
-// driver lists and cannot name is the one that was at that index.
+// withMissing adds the GPUs of the last reading that inv lacks, marked as gone: their devices must
+// turn unhealthy, not vanish. If the driver lists a GPU but cannot name it, it is the one that had
+// that index before.
 //
-// They stay until the machine boots anew: nothing tells a GPU that was taken out
-// from one that fell off the bus. As long as one is missing, the others keep the
-// indices that they had, by which partitions may name them: the driver has
-// numbered those that are left anew.
+// Missing GPUs stay until the machine boots again, since a GPU that was taken out looks like one
+// that fell off the bus. While one is missing, the driver numbers the others anew. The
+// agent then gives the others their earlier indices, because partitions may name GPUs by index.
 func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
-	const gone = "the driver does not list this GPU any more"
+	const gone = "the driver no longer lists this GPU"
 	if r.inv != nil {
 		for _, d := range r.inv.GPUs {
 			if inv.ByUUID(d.UUID) != nil {
@@ -319,7 +318,7 @@ func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 			inv.GPUs = append(inv.GPUs, d)
 		}
 	}
-	// Never seen working, so never offered: nothing can be said of it.
+	// The agent never saw these GPUs work, so it never offered them, and knows nothing about them.
 	inv.GPUs = slices.DeleteFunc(inv.GPUs, func(d gpu.Device) bool { return d.UUID == "" })
 	if r.inv != nil && slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return d.Gone }) {
 		keepIndices(r.inv, &inv)
@@ -327,15 +326,14 @@ func (r *reader) withMissing(inv gpu.Inventory) *gpu.Inventory {
 	return &inv
 }
 
-// keepIndices gives the GPUs that were there before the indices that they had,
-// and those that are new the next free ones.
+// keepIndices gives known GPUs their earlier indices, and new ones the next free indices.
 func keepIndices(old, inv *gpu.Inventory) {
 	taken := map[int]bool{}
 	for _, d := range old.GPUs {
 		taken[d.Index] = true
 	}
 	next := 0
-	moved := map[int]int{} // by the driver's number, of GPUs that it lists
+	moved := map[int]int{} // from the driver's index to ours, for GPUs that it lists
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		if was := old.ByUUID(d.UUID); was != nil {
@@ -354,7 +352,7 @@ func keepIndices(old, inv *gpu.Inventory) {
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		if d.Gone {
-			d.Links = nil // nothing is known of them
+			d.Links = nil // they are unknown
 		}
 		links := make([]gpu.Link, 0, len(d.Links))
 		for _, l := range d.Links {
@@ -371,9 +369,9 @@ func keepIndices(old, inv *gpu.Inventory) {
 	slices.SortStableFunc(inv.GPUs, func(a, b gpu.Device) int { return a.Index - b.Index })
 }
 
-// Labels and values by which NVIDIA's GPU operator says that a node's driver is
-// about to be unloaded: its upgrade controller in the first, its driver manager,
-// which pauses whatever has the driver open, in labels with the second prefix.
+// Labels and values by which NVIDIA's GPU operator announces that a node's driver is about to be
+// unloaded. Its upgrade controller sets the first label. Its driver manager pauses each component
+// that has the driver open, in labels with the second prefix.
 const (
 	upgradeLabel  = "nvidia.com/gpu-driver-upgrade-state"
 	operandPrefix = "nvidia.com/gpu.deploy."
@@ -382,7 +380,7 @@ const (
 
 var upgradeStates = []string{"drain-required", "node-maintenance-required", "pod-restart-required"}
 
-// letGoReason says why the driver is to be let go, empty where it is not.
+// letGoReason returns why the driver must be let go, or "" if it may be used.
 func letGoReason(n *agentkube.Node, domain string) string {
 	if v := n.Labels[upgradeLabel]; slices.Contains(upgradeStates, v) {
 		return fmt.Sprintf("the node's label %s is %s", upgradeLabel, v)
@@ -398,45 +396,45 @@ func letGoReason(n *agentkube.Node, domain string) string {
 	return ""
 }
 
-// mind lets the driver go while the node says so: why is the reason, empty where it may
-// be used. To take it back needs a new process: the old driver's library cannot be
-// unloaded. The error wraps gpu.ErrReloaded then. Work that is under way comes to its
-// end before, and none is begun: a GPU must not be left in the middle of a change.
-func (r *reader) mind(why string, working bool) error {
-	was := r.letting
-	r.letting = ""
+// followLetGo lets the driver go if why is not empty. If jobs run, it waits for their end, since a
+// GPU must not be left in the middle of a change, and no new ones begin. When why is empty again it
+// returns an error that wraps gpu.ErrReloaded: a process cannot unload the old driver's library, so
+// only a new one can use the driver. It also fails if the driver cannot be let go.
+func (r *reader) followLetGo(why string, working bool) error {
+	was := r.letGoNext
+	r.letGoNext = ""
 	switch {
 	case r.letGo == "" && why != "" && working:
-		if r.letting = why; was == "" {
+		if r.letGoNext = why; was == "" {
 			r.log.Info("let the driver go after the work that is under way", "because", why)
 		}
 	case r.letGo == "" && why != "":
 		if err := r.driver.LetGo(); err != nil {
-			r.letting = why // nothing is begun meanwhile
+			r.letGoNext = why // no job begins meanwhile
 			return status.Because(status.DriverFailed, fmt.Errorf("let the driver go: %w", err))
 		}
 		r.log.Info("let the driver go", "because", why)
 		r.letGo = why
 		r.readErr = fmt.Errorf("the driver was let go, since %s: %w", why, gpu.ErrNoDriver)
 		r.health.Reading(health.Reading{Err: r.readErr}, time.Now())
-		r.told.apply()
+		r.faults.apply()
 	case r.letGo != "" && why == "":
 		return fmt.Errorf("the driver may be used again: %w", gpu.ErrReloaded)
 	}
 	return nil
 }
 
-// hardware is what is known of the GPUs now.
+// hardware returns what is known of the GPUs now.
 func (r *reader) hardware() readout {
 	return readout{Inventory: r.inv, Topology: r.topology, Matrix: r.matrix, Answered: r.answered,
 		Verdicts: r.health.Verdicts(), Hangs: r.hangs()}
 }
 
-// usable says whether there is any point in asking the driver for more.
+// usable reports whether the driver can be expected to answer.
 func (r *reader) usable() bool { return r.inv != nil && r.letGo == "" && r.hangs() == "" }
 
-// hangs says since when the driver has not answered, empty while it does. The
-// words stay the same for as long as it does not.
+// hangs returns since when the driver has not answered, or "" while it does. The text stays the
+// same as long as it does not.
 func (r *reader) hangs() string {
 	what, since := r.health.Waiting()
 	if what == "" {
@@ -445,13 +443,13 @@ func (r *reader) hangs() string {
 	return "the driver has not answered since " + since.UTC().Format(time.RFC3339)
 }
 
-// absent says why the driver is not to be had now, zero where it is.
+// absent returns why the driver cannot be used now, or zero if it can.
 func (r *reader) absent() (none status.Cause) {
 	switch {
 	case r.letGo != "":
 		return status.Why(status.DriverLetGo, "the driver was let go, since %s", r.letGo)
-	case r.letting != "":
-		return status.Why(status.DriverLetGo, "the driver is to be let go, since %s", r.letting)
+	case r.letGoNext != "":
+		return status.Why(status.DriverLetGo, "the driver is to be let go, since %s", r.letGoNext)
 	case r.hangs() != "":
 		return status.Why(status.GPUDriverHangs, "%s", r.hangs())
 	case r.readErr != nil:
@@ -460,19 +458,19 @@ func (r *reader) absent() (none status.Cause) {
 	return none
 }
 
-// links asks for the states of NVLinks, of which the driver tells in no event. follow runs
-// beside the loop.
+// links watches the states of NVLinks. The driver sends no events for these. follow runs beside the
+// loop.
 type links struct {
 	driver Driver
 	// every is Options.LinksEvery.
 	every time.Duration
-	// some says that some GPUs have NVLinks, up or down.
+	// some is true if a GPU has NVLinks, up or down.
 	some atomic.Bool
-	// changed is called when links have failed or come back.
+	// changed is called when links have failed or recovered.
 	changed func()
 }
 
-// follow looks at the links until ctx ends.
+// follow checks the links until ctx ends.
 func (l *links) follow(ctx context.Context) error {
 	every := time.NewTicker(l.every)
 	defer every.Stop()
@@ -493,13 +491,13 @@ func (l *links) follow(ctx context.Context) error {
 	}
 }
 
-// cards is what can stand on each GPU, of profiles as they were then.
+// cards has, for each GPU, which MIG instances can exist side by side.
 type cards struct {
-	of       map[gpu.UUID]*mig.Card // replaced by follow, not changed
+	of       map[gpu.UUID]*mig.Card // follow replaces it and never changes it
 	profiles map[gpu.UUID][]gpu.Profile
 }
 
-// follow keeps what can stand on each GPU in step with what its driver says.
+// follow updates the cards of GPUs whose MIG profiles have changed.
 func (c *cards) follow(inv *gpu.Inventory, log *slog.Logger) {
 	of := map[gpu.UUID]*mig.Card{}
 	for i := range inv.GPUs {
@@ -512,11 +510,11 @@ func (c *cards) follow(inv *gpu.Inventory, log *slog.Logger) {
 			continue
 		}
 		card, err := mig.NewCard(&d.MIG)
-		if err != nil { // the profiles that are understood may be had
+		if err != nil { // the profiles that it understands can be used
 			log.Warn("the driver has MIG profiles that this version does not understand", "gpu", d.UUID, "err", err)
 		}
 		if old := c.of[d.UUID]; old != nil && old.Known() && !card.Known() {
-			// A driver that tells placements only with MIG on: they do not change.
+			// This driver reports placements only while MIG is on. They do not change.
 			of[d.UUID] = old
 			continue
 		}

@@ -17,10 +17,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// loop has the rounds, and joins the rooms that it asks in them; doc.go has a table of these. All
-// of it is for its goroutine, which [Agent.Run] begins. Use [New].
+// loop runs the rounds and calls the components; doc.go has a table of them. All of it belongs to
+// its goroutine, which [Agent.Run] starts. Use [New].
 type loop struct {
-	bell       *bell
+	waker      *waker
 	mail       *mailbox
 	ledger     *ledger.Ledger
 	witnesses  *deviceplugin.Witnesses
@@ -34,34 +34,35 @@ type loop struct {
 	offering   *offering
 	journal    *journal
 	reporter   reports
-	beside     *beside
+	background *background
 	observer   Observer
-	// ration is the log for what a program on a GPU, or a server that is away, can
-	// repeat as often as it likes.
+	// ration limits log lines that a program on a GPU, or a server that is away, can cause again
+	// and again.
 	ration *brief.Ration
 }
 
-// neighbours are others who may give out the node's GPUs; coexistence finds them.
+// neighbours finds others that may give out the node's GPUs. coexistence implements it.
 type neighbours interface {
-	// look looks for them where that is due: see coexistence.
+	// look searches for them if that is due: see coexistence.
 	look(ctx context.Context, inv *gpu.Inventory, migManager string, mine []string) (map[string][]string, bool)
-	// lookAtCheckpoint has look find out what is new in the kubelet's checkpoint.
+	// lookAtCheckpoint makes look check what is new in the kubelet's checkpoint.
 	lookAtCheckpoint()
-	// theirs is why GPUs are, or may be, given out by somebody else; nil before the first look.
+	// theirs returns why GPUs are, or may be, another owner's; nil before the first look.
 	theirs() map[gpu.UUID]string
-	// next is when the next look is due, zero before the first; soon has it come no later than
-	// at that time.
+	// next returns when the next look is due; zero before the first. soon makes it due no later
+	// than at.
 	next() time.Time
 	soon(at time.Time)
 }
 
-// reports keeps what rounds came to; reporter does.
+// reports keeps the results of rounds. reporter implements it.
 type reports interface {
 	finish(s *Snapshot, f *findings)
 	last() *Snapshot
 }
 
-// run has one round after the other, as long as the driver can be used.
+// run runs rounds as long as the driver can be used. It returns the error of ctx or one that wraps
+// gpu.ErrReloaded.
 func (l *loop) run(ctx context.Context) error {
 	pause := backOff(backOffMax)
 	for {
@@ -78,7 +79,7 @@ func (l *loop) run(ctx context.Context) error {
 		if err != nil {
 			most := pause.Step()
 			l.ration.Log(slog.LevelError, "round failed", nil, "err", err, "again_in", most.String())
-			// Not at once: what failed may be what makes wait short.
+			// The failure may also be why wait is short, so there is a minimum.
 			wait = min(max(wait, backOffMin), most)
 		} else {
 			pause = backOff(backOffMax)
@@ -86,13 +87,13 @@ func (l *loop) run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
-		case <-l.bell.rounds:
+		case <-l.waker.rounds:
 		case <-time.After(wait):
 		}
 	}
 }
 
-// nextLook says how long the loop may sleep if nobody wakes it.
+// nextLook returns how long the loop may sleep if no token wakes it.
 func (l *loop) nextLook(now time.Time) time.Duration {
 	wait := inventoryEvery
 	if l.reader.reading == nil && l.reader.letGo == "" {
@@ -105,10 +106,11 @@ func (l *loop) nextLook(now time.Time) time.Duration {
 		}
 	}
 	if l.offering.unregistered() {
-		wait = min(wait, holdersEvery) // it is news when it has been so for a while
+		wait = min(wait, holdersEvery) // the plugin is reported once this has lasted for silentFor
 	}
 	if l.reader.inv == nil {
-		// A round ends behind the driver then: what is due later on would stay due.
+		// Such a round ends after the reading, so other due work would stay due and make the loop
+		// spin.
 		return max(wait, leastSleep)
 	}
 	if due := l.others.next(); !due.IsZero() {
@@ -131,7 +133,7 @@ func (l *loop) nextLook(now time.Time) time.Duration {
 	return max(wait, leastSleep)
 }
 
-// someoneWaits reports whether an allocation waits for the holder before it.
+// someoneWaits reports whether an allocation waits for the previous holder of its devices.
 func (l *loop) someoneWaits() bool {
 	return slices.ContainsFunc(l.ledger.Allocations(), func(c ledger.Allocation) bool {
 		return c.Phase == ledger.Waiting

@@ -14,18 +14,18 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// remember takes over what the process before this one left: its allocations, what it
-// was still withdrawing, which GPUs it knew and which of them were faulty. All of
-// it is in force before anything is said to the kubelet.
+// remember takes over what the last process saved: allocations, withdrawn devices, instances, GPUs
+// and faults. Allocations come from the journal of internal/state and from the annotations of CDI
+// files. All of it is in force before the agent answers the kubelet.
 func (l *loop) remember() {
 	doc, now := l.journal.store.Document(), time.Now()
 	same := doc.Boot == l.journal.boot && doc.Boot != ""
 	if same && len(doc.GPUs) > 0 {
 		l.reader.restore(doc.GPUs)
 	}
-	// Where no boot has a name, a fault stays: a reboot that nobody saw loads the driver anew.
+	// If a boot has no name, a fault stays: the reboot that would have ended it cannot be seen.
 	l.reader.health.Restore(doc.Faults, same || doc.Boot == "" || l.journal.boot == "")
-	l.reader.told.apply()
+	l.reader.faults.apply()
 	l.partitions.cordons.gpus = map[gpu.UUID]bool{}
 	for _, u := range doc.Cordoned {
 		l.partitions.cordons.gpus[u] = true
@@ -34,15 +34,15 @@ func (l *loop) remember() {
 		l.slices.restore(doc.TimeSlices)
 		l.layouts.restore(doc.Layouts, now)
 		if offersClaims(l.layouts.now) {
-			// The kubelet may call already: what it asks then can wait, and what it
-			// cannot ask it tries again after a minute or more.
+			// The kubelet may call already. It can wait for an answer, but if nothing listens it
+			// tries again only after a minute or more.
 			l.offering.claims.start()
 		}
 		for _, m := range doc.Made {
 			l.executor.own(m.GPU, m.Placement)
 		}
 	}
-	// The journal knows when its allocations were allocated, the files do not.
+	// The journal has the times of its allocations, the files have not.
 	for _, c := range l.journal.store.Allocations() {
 		if c.Allocated.After(now) { // the clock was put back
 			c.Allocated = time.Time{}
@@ -54,7 +54,7 @@ func (l *loop) remember() {
 	l.gates.adoptFiles(l.takeOver)
 }
 
-// takeOver has an allocation of the process before this one in the ledger again.
+// takeOver adds an allocation of an earlier process to the ledger.
 func (l *loop) takeOver(id string, r ledger.Record, given, file time.Time) error {
 	err := l.offering.takeOver(l.ledger, id, r, given, file)
 	if err == nil {
@@ -63,8 +63,7 @@ func (l *loop) takeOver(id string, r ledger.Record, given, file time.Time) error
 	return err
 }
 
-// save writes down what a successor must know. It costs nothing where nothing has
-// changed.
+// save saves what the next process must know. It writes nothing if nothing has changed.
 func (l *loop) save() error {
 	doc := state.Document{Boot: l.journal.boot, TimeSlices: l.slices.inForce(), Layouts: l.layouts.listed(),
 		Faults: l.reader.health.Records(), Cordoned: sortedKeys(l.partitions.cordons.gpus)}
@@ -81,8 +80,8 @@ func (l *loop) save() error {
 	if err := l.journal.store.Save(doc); err != nil {
 		return status.Because(status.FilesFailed, err)
 	}
-	// An allocation whose container has been made is in its CDI file, unless that was taken
-	// away.
+	// The CDI file of an allocation whose container was created records it, unless the file was
+	// removed.
 	var need []state.Allocation
 	for _, c := range l.ledger.Allocations() {
 		if !c.Adopted && !l.offering.front.Started(c.ID) || l.gates.removed[c.ID] {

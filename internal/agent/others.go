@@ -20,53 +20,53 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// migManagerLabel chooses what NVIDIA's MIG manager makes of a node's GPUs;
-// migManagerIdle is what its operator sets where nobody has chosen.
+// migManagerLabel selects the MIG configuration that NVIDIA's MIG manager applies to a node.
+// migManagerIdle is the value that its operator sets if no user has chosen one.
 const (
 	migManagerLabel = "nvidia.com/mig.config"
 	migManagerIdle  = "all-disabled"
 )
 
-// coexistence finds the GPUs that somebody else gives out or lays out: other device
-// plugins, other DRA drivers, NVIDIA's MIG manager. Two agents on one GPU would each
-// promise all of it. Use newCoexistence. lookAtCheckpoint may be called by anybody, and
-// newlyWritten by what that begins; all else is for the loop's goroutine.
+// coexistence finds GPUs that others give out or lay out: other device plugins, other DRA drivers,
+// and NVIDIA's MIG manager. Two agents on one GPU would each give out all of it. The kubelet lists
+// the devices of other plugins and drivers. It is asked every othersEvery, and soon after its
+// checkpoint has something new about others. Any goroutine may call lookAtCheckpoint, whose timer
+// calls newlyWritten; everything else belongs to the loop's goroutine. Use newCoexistence.
 type coexistence struct {
 	kubelet Kubelet
 	runtime deviceplugin.Runtime
-	cluster Cluster // nil where there is none
+	cluster Cluster // nil if there is no API server
 	witness *deviceplugin.Witnesses
-	// own is our own DRA driver's name.
+	// own is the name of the agent's own DRA driver.
 	own string
 	log *slog.Logger
-	// wake has a round come.
+	// wake starts a round.
 	wake func()
 
-	// asked says that the kubelet is to be asked before due, and later that its
-	// checkpoint is about to be read; stamp is the one that lookAtCheckpoint saw last.
+	// asked is true if the kubelet must be asked before due. later is true while a timer is set to
+	// read its checkpoint. stamp is the stamp of the checkpoint that lookAtCheckpoint saw last.
 	asked, later atomic.Bool
 	stamp        atomic.Pointer[node.Stamp]
-	// told is what the checkpoint said of others before the kubelet last answered, nil where
-	// it could not be read; mine are the resources of which it should have devices.
+	// told is what the checkpoint said of others before the kubelet last answered; nil if it could
+	// not be read. mine are the agent's resources that should have devices at the kubelet.
 	told atomic.Pointer[account]
 	mine atomic.Pointer[[]string]
 
 	// The rest belongs to the loop's goroutine.
 
-	// gpus is why each of these GPUs is not the agent's to offer; nil before the
-	// first look.
+	// gpus is why each of these GPUs is not the agent's to offer; nil before the first look.
 	gpus map[gpu.UUID]string
-	// seen is when each was last seen to be somebody's, without a doubt.
+	// seen is when each of them was last surely another owner's.
 	seen map[gpu.UUID]time.Time
 	// due is when the kubelet is to be asked again.
 	due time.Time
-	// migManager is what the node's label said then, known the GPUs that there were.
+	// migManager is the node's label at the last look, and known the GPUs that it covered.
 	migManager string
 	known      map[gpu.UUID]bool
-	// met is when each pod of the kubelet's checkpoint, by UID, was first seen there;
-	// zero once it was seen to live.
-	met     map[string]time.Time
-	drivers drivers
+	// firstSeen is when each pod, by UID, was first seen in the kubelet's checkpoint; zero once it
+	// was seen alive.
+	firstSeen map[string]time.Time
+	drivers   drivers
 }
 
 func newCoexistence(o *Options, w *Worlds, of *deviceplugin.Witnesses, wake func()) *coexistence {
@@ -78,8 +78,8 @@ func (c *coexistence) theirs() map[gpu.UUID]string { return c.gpus }
 
 func (c *coexistence) next() time.Time { return c.due }
 
-// lookAtCheckpoint has the kubelet's checkpoint read, in a while and for all who ask until
-// then, where it has been written again, and the kubelet asked where that is news.
+// lookAtCheckpoint reads the kubelet's checkpoint if it was written again, after othersSoon and
+// once for all calls until then. If it has news, the loop asks the kubelet.
 func (c *coexistence) lookAtCheckpoint() {
 	now := c.kubelet.Stamp()
 	if old := c.stamp.Swap(&now); old != nil && *old == now {
@@ -95,8 +95,8 @@ func (c *coexistence) lookAtCheckpoint() {
 	}
 }
 
-// account is what the kubelet's checkpoint says of other device plugins: who has what of
-// them, and what each resource's plugin offers.
+// account is what the kubelet's checkpoint has about other device plugins: the holders of their
+// devices, and the devices of each resource.
 type account struct {
 	entries    []node.Entry
 	registered map[string]node.Registered
@@ -109,8 +109,8 @@ func (a *account) equal(b *account) bool {
 	})
 }
 
-// ofOthers is what a checkpoint says that is not about our own resources, nil where it
-// cannot be read; ok says that there is one.
+// ofOthers returns the part of a checkpoint about others' resources, or nil if it cannot be read.
+// ok is true if there is a checkpoint.
 func (c *coexistence) ofOthers(cp *node.Checkpoint, ok bool, err error) *account {
 	if ok && (err != nil || cp.Registered == nil) {
 		return nil
@@ -129,9 +129,9 @@ func (c *coexistence) ofOthers(cp *node.Checkpoint, ok bool, err error) *account
 	return a
 }
 
-// newlyWritten reports whether the kubelet's checkpoint says anything of others that it did
-// not say when the kubelet was last asked, or lacks a resource of ours. Most writings are for
-// our own devices: the kubelet writes with every list of any plugin, and every Allocate.
+// newlyWritten reports whether the kubelet's checkpoint has something new about others since the
+// kubelet was last asked, or lacks a resource of ours. Most writings are about the agent's own
+// devices: the kubelet writes for every list of any plugin, and for every Allocate.
 func (c *coexistence) newlyWritten() bool {
 	told, mine := c.told.Load(), c.mine.Load()
 	if told == nil || mine == nil {
@@ -143,12 +143,12 @@ func (c *coexistence) newlyWritten() bool {
 	return now == nil || !now.equal(told) || slices.ContainsFunc(*mine, lacking)
 }
 
-// sightings is what one look has found: why GPUs are somebody else's. A GPU that is
-// in doubt is not offered either, but as soon as the doubt is over it is.
+// sightings is what one look has found: why GPUs are another owner's. A GPU in doubt is not offered
+// either, but it is offered again as soon as the doubt is over.
 type sightings struct {
 	inv *gpu.Inventory
 	now time.Time
-	// listing is the kubelet's; one that is not trusted may lack pods.
+	// listing is the kubelet's. If it is not trusted, it may lack pods.
 	listing node.Listing
 	trusted bool
 
@@ -164,19 +164,19 @@ func add(to map[gpu.UUID]string, gpus []gpu.UUID, why string) {
 	}
 }
 
-// look looks for others' GPUs where that is due, and returns the devices of all
-// resources that the kubelet would give out. asked is whether it was asked; it was away
-// where there are none. mine are the resources of which the kubelet should have devices.
+// look searches for others' GPUs if that is due. It returns the device IDs that the kubelet can
+// give out, by resource; nil if the kubelet did not answer. asked is true if it was asked. mine are
+// the agent's resources that should have devices at the kubelet.
 func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager string,
 	mine []string) (allocatable map[string][]string, asked bool) {
 	now := time.Now()
 	c.mine.Store(&mine)
-	unknown := func(d gpu.Device) bool { return !c.known[d.UUID] } // it may be others' already
+	unknown := func(d gpu.Device) bool { return !c.known[d.UUID] } // others may have it already
 	if !c.asked.Swap(false) && c.gpus != nil && migManager == c.migManager &&
 		!slices.ContainsFunc(inv.GPUs, unknown) && now.Before(c.due) {
 		return nil, false
 	}
-	// First: what the kubelet says is no older than what it wrote before.
+	// Read this before asking, so that the kubelet's answer is not older.
 	told := c.ofOthers(c.witness.Checkpoint())
 	c.migManager, c.known = migManager, map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
@@ -186,7 +186,7 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	defer cancel()
 	allocatable, err := c.kubelet.Allocatable(cctx)
 	if err != nil {
-		// A kubelet that is away gives nothing out; what it said last stands.
+		// A kubelet that is away gives nothing out, so its last answer remains valid.
 		c.log.Debug("cannot ask the kubelet what other device plugins offer", "err", err)
 		if c.gpus == nil {
 			c.gpus = map[gpu.UUID]string{}
@@ -197,9 +197,8 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	c.due = now.Add(othersEvery)
 	c.told.Store(told)
 	s := &sightings{inv: inv, now: now, sure: map[gpu.UUID]string{}, doubt: map[gpu.UUID]string{}}
-	// Allocatable is short of devices that their plugin calls unhealthy, or whose
-	// plugin is starting again; who has one is in the list, and after a restart of
-	// the kubelet in its checkpoint alone.
+	// Allocatable lacks devices that are unhealthy or whose plugin is restarting. The listing has
+	// those that pods hold. After a restart of the kubelet, only its checkpoint has them.
 	s.listing, err = c.kubelet.List(cctx)
 	for _, h := range s.listing.Holdings {
 		if !c.witness.Owns(h.Resource) {
@@ -227,19 +226,18 @@ func (c *coexistence) look(ctx context.Context, inv *gpu.Inventory, migManager s
 	return allocatable, true
 }
 
-// soon has the kubelet asked again at that time, if that is not due before.
+// soon makes the next question to the kubelet due no later than at.
 func (c *coexistence) soon(at time.Time) {
 	if at.Before(c.due) {
 		c.due = at
 	}
 }
 
-// conclude makes what was found what counts until the next look.
+// conclude puts the findings in force until the next look.
 func (c *coexistence) conclude(s *sightings) {
 	gpus, seen := maps.Clone(s.doubt), map[gpu.UUID]time.Time{}
 	for u, why := range c.gpus {
-		// A plugin that starts again lists nothing for a moment, and so does a
-		// kubelet.
+		// A plugin that restarts lists nothing for a moment, and so does a kubelet.
 		if at := c.seen[u]; s.now.Sub(at) < othersLinger {
 			gpus[u], seen[u] = why, at
 			if s.sure[u] == "" {
@@ -251,28 +249,31 @@ func (c *coexistence) conclude(s *sightings) {
 		gpus[u], seen[u] = why, s.now
 	}
 	if len(gpus) > 0 {
-		c.soon(s.now.Add(othersPresent)) // nothing tells when they have gone
+		c.soon(s.now.Add(othersPresent)) // no event tells when they have gone
 	}
 	c.gpus, c.seen = gpus, seen
 }
 
-// inCheckpoint finds the GPUs that pods have by the kubelet's checkpoint. The kubelet
-// writes that file when it gives devices out, when a plugin sends its list and when
-// one has been gone for five minutes, and not when a pod ends: where no plugin is
-// left, it names pods that ended days ago. So an entry counts while the runtime
-// knows its pod (who is in the kubelet's list has been found already). Where the
-// runtime does not answer, every entry may be of a pod that lives, since the list
-// lacks plain init containers. And between Allocate and its sandbox a pod is nothing
-// but a name in the kubelet's list, of which the entry does not tell: as long as
-// there is such a name, or may be, an entry counts that was not there before. How
-// often the file is written says nothing: dead pods stay in it while the kubelet
-// does not know its pods.
+// inCheckpoint finds the GPUs that pods hold according to the kubelet's checkpoint. The kubelet
+// writes that file when it gives devices out, when a plugin sends its list, and when a plugin has
+// been gone for five minutes, but not when a pod ends. If no plugin is left, the file names pods
+// that ended days ago. So an entry counts in three cases:
+//
+//   - The runtime knows its pod. (Pods in the kubelet's list were found already.)
+//   - The runtime does not answer. The pod may be alive, since the list lacks plain init
+//     containers.
+//   - The entry is new, and the kubelet lists a pod that the runtime does not know, or the list is
+//     not trusted. Between Allocate and its sandbox a pod is only a name in the list, and the entry
+//     has no name. Such an entry counts for othersLinger.
+//
+// How often the file is written tells nothing: dead pods stay in it as long as the kubelet does not
+// know its pods.
 func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 	cp, ok, err := c.witness.Checkpoint()
 	if !ok {
 		return
 	}
-	met := map[string]time.Time{}
+	firstSeen := map[string]time.Time{}
 	var pods map[string]workload.Pod
 	asked, preparing := false, false
 	for _, e := range cp.Entries {
@@ -284,7 +285,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 			pods, err = c.livingPods(ctx)
 			asked, preparing = true, !s.trusted || !allKnown(s.listing.Pods, pods)
 		}
-		first, known := c.met[e.PodUID]
+		first, known := c.firstSeen[e.PodUID]
 		if !known {
 			first = s.now
 		}
@@ -292,7 +293,7 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 		if lives {
 			first = time.Time{}
 		}
-		met[e.PodUID] = first
+		firstSeen[e.PodUID] = first
 		switch why := heldAs("pod "+e.PodUID, e.Resource); {
 		case lives && name.Name != "":
 			add(s.sure, gpus, heldAs(name.Namespace+"/"+name.Name, e.Resource))
@@ -303,14 +304,13 @@ func (c *coexistence) inCheckpoint(ctx context.Context, s *sightings) {
 		case preparing && s.now.Sub(first) < othersLinger:
 			add(s.doubt, gpus, why)
 			c.soon(first.Add(othersLinger))
-			c.soon(s.now.Add(othersSoon)) // the sandbox may be a moment away
+			c.soon(s.now.Add(othersSoon)) // the sandbox may come in a moment
 		}
 	}
-	c.met = met
+	c.firstSeen = firstSeen
 }
 
-// allKnown reports whether the runtime knows every pod that the kubelet lists, by
-// name.
+// allKnown reports whether the runtime knows every pod that the kubelet lists, by name.
 func allKnown(listed []workload.Pod, pods map[string]workload.Pod) bool {
 	known := map[workload.Pod]bool{}
 	for _, name := range pods {
@@ -344,26 +344,26 @@ func (c *coexistence) livingPods(ctx context.Context) (map[string]workload.Pod, 
 	return living, nil
 }
 
-// heldAs says who has a GPU by another device plugin.
+// heldAs describes a holder of a GPU through another device plugin.
 func heldAs(pod, resource string) string {
 	return fmt.Sprintf("%s has it as %s of another device plugin; end that pod and plugin, or give the GPU mode off",
 		pod, resource)
 }
 
-// gpuName is a name that stands for a GPU at the beginning of device IDs.
+// gpuName is a name of a GPU that device IDs may begin with.
 type gpuName struct {
 	name string
 	of   gpu.UUID
 }
 
-// gpuNames are the names of a node's GPUs: their UUIDs, those of their MIG instances,
-// and their device nodes'. The longest comes first.
+// gpuNames returns the names of a node's GPUs: their UUIDs, those of their MIG instances, and their
+// device nodes' names. The longest comes first.
 func gpuNames(inv *gpu.Inventory) []gpuName {
 	var names []gpuName
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		names = append(names, gpuName{string(d.UUID), d.UUID})
-		if !d.Gone { // else the number may be another's
+		if !d.Gone { // otherwise the number may be another GPU's
 			names = append(names, gpuName{fmt.Sprintf("nvidia%d", d.Minor), d.UUID})
 		}
 		for j := range d.MIG.Instances {
@@ -376,10 +376,10 @@ func gpuNames(inv *gpu.Inventory) []gpuName {
 	return names
 }
 
-// gpusOf returns the GPUs that device IDs of any plugin speak of, each once. An ID
-// begins with a name of the GPU, which ends with the ID or before a character that
-// is neither a letter nor a digit: GPU-…, GPU-…::3 (NVIDIA's), GPU-…-3 (HAMi's and
-// Volcano's), GPU-…-_-3 (gpushare's), nvidia0/gi1 (GKE's).
+// gpusOf returns the GPUs that the device IDs of any plugin refer to, each once. An ID begins with
+// a name of the GPU, which ends with the ID or before a character that is neither a letter nor a
+// digit: GPU-…, GPU-…::3 (NVIDIA's), GPU-…-3 (HAMi's and Volcano's), GPU-…-_-3 (gpushare's),
+// nvidia0/gi1 (GKE's).
 func gpusOf(inv *gpu.Inventory, ids ...string) []gpu.UUID {
 	var gpus []gpu.UUID
 	names := gpuNames(inv)

@@ -22,10 +22,10 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// State is the outcome of a partition on the node.
+// State is the state of the partition on the node.
 type State string
 
-// States, as the node's label has them.
+// States are values of the node's label.
 const (
 	Applied State = "applied"
 	Pending State = "pending"
@@ -34,69 +34,69 @@ const (
 	Invalid State = "invalid"
 )
 
-// Outcome is what the loop reports of the partition in force.
+// Outcome is what the loop reports about the partition in force.
 type Outcome struct {
 	Partition string
 	State     State
-	// Reason is the code of the gravest condition that it follows from, empty when
-	// applied without a remark.
+	// Reason is the code of the gravest condition behind State. It is empty if the partition is
+	// applied without remarks.
 	Reason status.Reason
-	// Message says what blocks or failed, with file and line where the file is
-	// at fault. Empty when applied without a remark; at most 4 KiB.
+	// Message names what blocks or failed, with file and line for a mistake in the file. It is
+	// empty if the partition is applied without remarks, and has at most 4 KiB.
 	Message string
 }
 
-// Snapshot is what a round left, for status and metrics. It is immutable.
+// Snapshot is the result of a round, for status and metrics. It is immutable.
 type Snapshot struct {
 	hardware readout
 	shape    shape
 	asked    asked
 	Outcome  Outcome
-	// Conditions are the facts that the outcome follows from, and others.
+	// Conditions are the facts behind the outcome, and others.
 	Conditions []status.Condition
-	blocked    bool // some change waits for holders
-	// lasting is what decides the state whatever the partition is.
+	blocked    bool // true if a change waits for holders
+	// lasting are the conditions that decide the state of any partition.
 	lasting []status.Condition
 	At      time.Time
-	// Heard says that partitions and label have been heard of, if only that
-	// there are none or that they may not be read: from then on the outcome is
-	// worth telling.
+	// Heard is true once the agent knows the partitions and the node's label: also if there are
+	// none, or it may not read them. From then on the outcome is reported.
 	Heard bool
-	// Missing is what Ready waits for, empty once the agent has been ready.
+	// Missing is what Ready waits for; empty once the agent has been ready.
 	Missing string
-	// Unknown is since when the kubelet has not known resources that are offered it.
+	// Unknown has, for each offered resource that the kubelet does not know, the time when that
+	// began.
 	Unknown map[string]time.Time
-	// usable is whether pods can be sent here, and inUse whether some have something.
+	// usable decides whether pods can be sent to the node. inUse is true if there are allocations.
 	usable usable
 	inUse  bool
-	// basis is what the round's last plan was made from, for those who ask what another
-	// partition would come to.
+	// basis is the input of the round's last plan, for Agent.Foresee. It is nil before the first
+	// inventory.
 	basis *basis
 }
 
 // readout is what is known of the GPUs themselves.
 type readout struct {
 	Inventory *gpu.Inventory
-	// Topology is how the GPUs of Inventory are joined, and Matrix shows it; nil
-	// before the first.
+	// Topology is how the GPUs of Inventory are connected, and Matrix a table of it; nil before the
+	// first inventory.
 	Topology *topology.Graph
 	Matrix   *topology.Matrix
-	// Answered says that this process has read Inventory itself.
+	// Answered is true if this process has read Inventory itself.
 	Answered bool
-	// Verdicts are the unhealthy GPUs; Hangs is what the driver does
-	// not answer.
+	// Verdicts are the faults of GPUs. Hangs is since when the driver has not answered, in words;
+	// empty while it does.
 	Verdicts []health.Verdict
 	Hangs    string
 }
 
-// shape is what the GPUs are laid out as.
+// shape is how the GPUs are laid out.
 type shape struct {
 	Layouts map[gpu.UUID]plan.Layout
-	// Others is why GPUs are, or may be, given out by somebody else.
+	// Others is why GPUs are, or may be, given out by another owner.
 	Others map[gpu.UUID]string
-	// Work is what is being done to GPUs' hardware, Made the MIG instances that are
-	// the agent's; Leaving and Failing are the MIG devices that go with their
-	// holders and those that could not be made, with the reason.
+	// Work is what is being done to GPUs' hardware, in words. Made are the agent's own MIG
+	// instances. Leaving are MIG devices that go with their holders, and Failing those that could
+	// not be made, both with the reason.
 	Work    map[gpu.UUID]string
 	Made    map[gpu.UUID]map[mig.Placement]bool
 	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
@@ -105,17 +105,17 @@ type shape struct {
 
 // asked is what the partitions ask for.
 type asked struct {
-	// Wanted is what the partition Active means on this node: the last good one
-	// while a newer one cannot be had. Nil before there was one.
+	// Wanted is the meaning of the partition Active on this node. Both stay as they are while a
+	// newer partition is invalid. Wanted is nil before the first valid one.
 	Wanted []config.Want
 	Active string
-	// Source is where the partition file came from; Generation counts the
-	// changes of what is wanted since the start.
+	// Source is the origin of the partition file. Generation counts the changes of Wanted since the
+	// start.
 	Source     string
 	Generation uint64
 }
 
-// states are what conditions make of a partition; those of other types leave it Applied.
+// states maps the types of conditions to states. Other types leave the partition Applied.
 var states = map[status.Type]State{
 	status.Invalid: Invalid,
 	status.Failed:  Failed,
@@ -124,20 +124,20 @@ var states = map[status.Type]State{
 	status.Pending: Pending,
 }
 
-// reporter says what a round came to, and keeps it until the next one. finish is for the loop's
-// goroutine, and last for anybody.
+// reporter works out the result of a round and keeps it until the next one. finish belongs to the
+// loop's goroutine; any goroutine may call last.
 type reporter struct {
 	ledger  *ledger.Ledger
 	plugins Plugins
 	claims  remarks
 	log     *slog.Logger
-	// told is called when there is something new to tell.
+	// told is called when there is something new to report.
 	told func()
-	// snapshot is what the last round left.
+	// snapshot is the result of the last round.
 	snapshot atomic.Pointer[Snapshot]
 }
 
-// remarks is what is to be said of the front-end for claims; claims says it.
+// remarks are the conditions of the DRA front-end. claims implements it.
 type remarks interface {
 	conditions(now time.Time) (failed, noted []status.Condition)
 	refused() []status.Condition
@@ -151,34 +151,34 @@ func newReporter(l *ledger.Ledger, plugins Plugins, c remarks, log *slog.Logger,
 	return r
 }
 
-// last is what the last round left.
+// last returns the result of the last round.
 func (r *reporter) last() *Snapshot { return r.snapshot.Load() }
 
-// findings are what a round came to, beside its snapshot.
+// findings are what a round has found, beside its snapshot.
 type findings struct {
-	in      *input // as the round began
+	in      *input // when the round began
 	changes *plan.Changes
-	// note says why the partition changes nothing, and hwNote what the hardware has
-	// not; they are remarks.
+	// note is why the partition changes nothing; zero if there is no reason. hwNote is what the
+	// hardware does not support; empty if there is nothing. They are remarks.
 	note   status.Cause
 	hwNote string
-	// configErr is why the newest word of the partitions is not in force, errs what
-	// failed, and missing what else the agent is not ready for.
+	// configErr is why the newest partitions are not in force, nil if they are. errs are the errors
+	// of the round's steps, and may have nils. missing is what else the agent needs to be ready.
 	configErr error
 	errs      []error
 	missing   []string
-	// work is what failed on the hardware and is tried again, and what the partition
-	// waits for there.
+	// work is the work on the hardware that failed and will be tried again, or that the partition
+	// waits for.
 	work []status.Condition
 	// besides are conditions that do not count for the partition.
 	besides []status.Condition
 }
 
-// finish makes s what people see.
+// finish completes s and puts it in force.
 func (r *reporter) finish(s *Snapshot, f *findings) {
 	now, old := time.Now(), r.snapshot.Load()
 	s.At, s.asked.Source, s.shape.Leaving = now, f.in.source, f.changes.Leaving
-	// An API server that starts refuses what it permits a moment later.
+	// An API server that starts may refuse for a moment what it permits later.
 	refusals := f.in.refusals(now, silentFor)
 	failed, noted := r.claims.conditions(now)
 	f.work = append(f.work, noted...)
@@ -187,7 +187,7 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 	s.Conditions = slices.Concat(s.Conditions, r.more(s), f.besides)
 	status.SortConditions(s.Conditions, old.Conditions, now)
 	o := &s.Outcome
-	if old.At.IsZero() || old.Missing != "" { // once ready, it stays so
+	if old.At.IsZero() || old.Missing != "" { // once ready, the agent stays ready
 		s.Missing = f.unready(s, now)
 	}
 	s.Heard = f.in.heard() || len(refusals) > 0
@@ -208,9 +208,9 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 	}
 }
 
-// judge puts into one word and a sentence what the partition comes to, and notes all
-// conditions that count for it. trouble is told in any case; of the rest, what must be
-// seen to first.
+// judge sets the state, reason and message of s, and the conditions that count for them. The
+// message has trouble in any case, and of the rest only the first group that the operator must see
+// to.
 func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
 	var invalid, failed, note, notes []status.Condition
 	if f.configErr != nil {
@@ -262,8 +262,8 @@ func (f *findings) judge(s *Snapshot, trouble []status.Condition) {
 	}
 }
 
-// more are the conditions that do not count for the partition: which GPUs are unhealthy,
-// which containers and claims wait for what, and which MIG devices are withdrawn or leave.
+// more returns the conditions that do not count for the partition: unhealthy GPUs, waiting
+// containers and claims, and MIG devices that are withdrawn or leave.
 func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	for _, v := range s.hardware.Verdicts {
 		c := status.Cause{Reason: status.GPUUnhealthy, Message: v.Reason}.Condition(status.Unhealthy, string(v.GPU))
@@ -287,7 +287,7 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	return out
 }
 
-// leaves says which MIG devices go, or are withdrawn.
+// leaves returns conditions for the MIG devices that leave or are withdrawn.
 func (s *Snapshot) leaves() (out []status.Condition) {
 	for u, placements := range s.shape.Leaving {
 		for placement, why := range placements {
@@ -297,7 +297,7 @@ func (s *Snapshot) leaves() (out []status.Condition) {
 	return out
 }
 
-// messages joins what conditions say.
+// messages joins the messages of conditions.
 func messages(of []status.Condition) string {
 	words := make([]string, len(of))
 	for i := range of {
@@ -306,21 +306,21 @@ func messages(of []status.Condition) string {
 	return sentences(words...)
 }
 
-// sentences joins what there is to say.
+// sentences joins those texts that are not empty.
 func sentences(words ...string) string {
 	return strings.Join(slices.DeleteFunc(words, func(s string) bool { return s == "" }), "; ")
 }
 
-// unready is what Ready waits for.
+// unready returns what Ready waits for, or "".
 func (f *findings) unready(s *Snapshot, now time.Time) string {
 	out := slices.Clone(f.missing)
 	offers := slices.ContainsFunc(slices.Collect(maps.Values(s.shape.Layouts)),
 		func(l plan.Layout) bool { return l.Offers && l.N > 0 })
 	switch {
 	case !f.in.labelKnown:
-		out = append(out, "the node's labels have not been heard of")
+		out = append(out, "the node's labels are not known yet")
 	case !f.in.heard():
-		out = append(out, "partitions have not been heard of")
+		out = append(out, "partitions are not known yet")
 	case s.Outcome.State == Invalid && !offers:
 		out = append(out, "nothing is on offer, and there is no valid partition: "+s.Outcome.Message)
 	}
@@ -330,8 +330,7 @@ func (f *findings) unready(s *Snapshot, now time.Time) string {
 	return sentences(out...)
 }
 
-// logHealth logs what has changed in the GPUs' health, which may be over before
-// anybody asks for the status.
+// logHealth logs the changes in the GPUs' health. They may be over before the status is read again.
 func (r *reporter) logHealth(before, now []health.Verdict) {
 	news, over := healthNews(before, now)
 	for _, v := range news {

@@ -14,38 +14,36 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// mailbox is what was heard of the partition file and of the node. All of it may be used by
-// several goroutines.
+// mailbox holds the news of the partition file and the Node for the loop. Any goroutine may use it.
 type mailbox struct {
 	domain string
-	// wake has a round come.
+	// wake starts a round.
 	wake func()
-	// told is told of each Node.
+	// told is called with each Node.
 	told func(*agentkube.Node)
 
 	mu    sync.Mutex
 	input input // guarded by mu
 }
 
-// partitions is what that means for the GPUs. It belongs to the loop's goroutine.
+// partitions works out what the mailbox's news means for the GPUs. It belongs to the loop's
+// goroutine.
 type partitions struct {
 	domain string
-	// on is what counts of the node beside its GPUs.
+	// on has the facts about the node, beside its GPUs, that a partition depends on.
 	on config.Node
-	// wanted is what the partition active means: the last good one. gen counts the
-	// changes of it.
+	// wanted is the meaning of the partition active: the last valid one. gen counts its changes.
 	wanted []config.Want
 	gen    uint64
 	active string
-	chosen string // the one that is to be in force
-	// judged says that it has been known once how the GPUs are to be laid out, or why that
-	// cannot be known.
+	chosen string // the partition that should be in force
+	// judged is true once it was known how to lay out the GPUs, or why that cannot be known.
 	judged bool
-	// cordons are of the newest annotation that was heard.
+	// cordons are those of the newest annotation.
 	cordons cordons
-	// resets are of the newest WasResetAnnotation.
+	// resets are those of the newest WasResetAnnotation.
 	resets resets
-	// desired is the last answer of the partition file.
+	// desired is the last question to the partition file, with its answer.
 	desired struct {
 		of  question
 		is  config.Desired
@@ -53,46 +51,44 @@ type partitions struct {
 	}
 }
 
-// input is the news from outside, by value.
+// input is the news from outside. It is passed by value.
 type input struct {
 	// source is the newest file's name, whether it parsed or not.
 	source string
 	// file is the newest partition file that parsed; nil before the first.
 	file *config.File
-	// fileErr is why the newest one did not.
+	// fileErr is why the newest file did not parse, or is missing; nil if it parsed.
 	fileErr error
-	// chosen is the node label's value; "" where there is none.
+	// chosen is the value of the node's partition label; "" if there is none.
 	chosen string
-	// labelKnown is false until the node has been seen, where there is one.
+	// labelKnown is true once the Node was seen, or if there is no cluster.
 	labelKnown bool
 	// cordon and reset are the values of CordonAnnotation and WasResetAnnotation.
 	cordon, reset string
-	// letGo is why the driver is to be let go; "" where it is not.
+	// letGo is why the driver must be let go; "" if it may be used.
 	letGo string
-	// migManager is the configuration that NVIDIA's MIG manager is to keep on this
-	// node; "" where it has none.
+	// migManager is the configuration that NVIDIA's MIG manager is to apply to this node; "" if
+	// there is none.
 	migManager string
-	// podsTell says that pods' own status names the devices that they have.
+	// podsTell is true if the status of pods names their devices.
 	podsTell bool
-	// allocatable are the extended resources of which the scheduler may give out something
-	// on this node, as the API server has it.
+	// allocatable are the extended resources with a nonzero amount in the Node's allocatable.
 	allocatable []string
-	// refused is what the API server refuses to show, by request; the map is not
-	// changed but replaced.
+	// refused has the requests that the API server refuses. The map is replaced, never changed.
 	refused map[string]refusal
 }
 
-// heard says that partitions and label have been heard of, if only that there are
-// none.
+// heard reports whether the partition file and the Node are known, or known not to exist.
 func (in *input) heard() bool { return in.labelKnown && (in.file != nil || in.fileErr != nil) }
 
-// refusal is a request that the API server does not permit.
+// refusal is the API server's refusal of a request.
 type refusal struct {
 	err   error
 	since time.Time
 }
 
-// refusals says what the API server has refused for at least that long.
+// refusals returns conditions for the requests that the API server has refused for at least that
+// long.
 func (in *input) refusals(now time.Time, least time.Duration) (out []status.Condition) {
 	for _, request := range sortedKeys(in.refused) {
 		if r := in.refused[request]; now.Sub(r.since) >= least {
@@ -105,7 +101,7 @@ func (in *input) refusals(now time.Time, least time.Duration) (out []status.Cond
 	return out
 }
 
-// hear takes in news.
+// hear applies a change to the input and starts a round.
 func (m *mailbox) hear(change func(*input)) {
 	m.mu.Lock()
 	change(&m.input)
@@ -113,14 +109,14 @@ func (m *mailbox) hear(change func(*input)) {
 	m.wake()
 }
 
-// latest returns what has been heard so far.
+// latest returns the newest input.
 func (m *mailbox) latest() input {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.input
 }
 
-// choice is which partition of a file the node follows, and why none, as far as is known now.
+// choice returns the partition of a file that the node follows, or why there is none.
 func (m *mailbox) choice(f *config.File) (name string, unset status.Cause) {
 	in := m.latest()
 	if !in.labelKnown {
@@ -145,7 +141,7 @@ func (m *mailbox) setFileMissing(err error) {
 	m.hear(func(in *input) { in.fileErr = status.Because(status.PartitionsMissing, err) })
 }
 
-// setNode takes in what counts for the loop of the Node object.
+// setNode takes in the parts of the Node that the loop needs.
 func (m *mailbox) setNode(n *agentkube.Node) {
 	m.hear(func(in *input) {
 		in.chosen, in.labelKnown = n.Labels[m.domain+"/"+PartitionLabel], true
@@ -181,14 +177,14 @@ func newPartitions(o *Options, w *Worlds) *partitions {
 	return p
 }
 
-// conditions are remarks on the annotations by which operators speak of GPUs.
+// conditions returns remarks on the operators' annotations.
 func (p *partitions) conditions(inv *gpu.Inventory) []status.Condition {
 	return slices.Concat(p.cordons.conditions(p.domain, inv), p.resets.conditions(p.domain))
 }
 
-// resolve works out what is wanted of an inventory, which this process has read itself
-// if answered says so. note is a remark for the outcome; err says why the newest word is
-// not in force.
+// resolve works out what is wanted of the GPUs in inv. answered is true if this process has read
+// inv itself. note is a remark for the outcome. err is why the newest partitions are not in force,
+// nil if they are.
 func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note status.Cause, err error) {
 	if in.file == nil {
 		p.judged = p.judged || in.heard()
@@ -211,9 +207,9 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	p.judged = p.judged || err == nil || answered
 	switch {
 	case err != nil && in.fileErr != nil:
-		return note, in.fileErr // it is what to mend first
+		return note, in.fileErr // the operator must mend this first
 	case err != nil && !answered:
-		// What the process before this one wrote down says nothing of MIG.
+		// The saved inventory has no MIG state.
 		return status.Why(status.DriverUnread, "waiting for the driver's first answer"), nil
 	case err != nil:
 		return note, status.Because(status.PartitionUnfit, err)
@@ -225,12 +221,12 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	return note, in.fileErr
 }
 
-// asked is what the partitions ask for now; where the newest file is from, the input says.
+// asked returns what the partitions ask for now, without Source.
 func (p *partitions) asked() asked {
 	return asked{Wanted: p.wanted, Active: p.active, Generation: p.gen}
 }
 
-// choice is which partition of a file the node follows, and why none.
+// choice returns the partition of a file that the node follows, or why there is none.
 func (in *input) choice(f *config.File) (name string, unset status.Cause) {
 	if name = in.chosen; name == "" {
 		if name = DefaultPartition; !slices.Contains(f.Names(), name) {
@@ -241,19 +237,19 @@ func (in *input) choice(f *config.File) (name string, unset status.Cause) {
 	return name, unset
 }
 
-// DefaultPartition is the one that a node without a label follows.
+// DefaultPartition is the partition of a node without a label.
 const DefaultPartition = "default"
 
-// question is what a partition means on what there is; neither a file nor an
-// inventory changes. To answer it takes a while where geometries are proven.
+// question asks what a partition means on an inventory. Files and inventories are immutable, so the
+// answer can be kept. It takes a while if geometries must be proven.
 type question struct {
 	file *config.File
 	name string
 	inv  *gpu.Inventory
 }
 
-// onDemand says whether a GPU's MIG instances are made for the pods that ask, as
-// far as is known: before the partitions have been heard it may be so.
+// onDemand reports whether a GPU's MIG instances are made for the pods that ask. Before the
+// partitions are known it returns true, since that is possible.
 func (p *partitions) onDemand(u gpu.UUID) bool {
 	for _, w := range p.wanted {
 		if w.GPU == u {

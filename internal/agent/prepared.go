@@ -20,40 +20,37 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// slicesPatience bounds one question for ResourceSlices: the loop waits for it.
+// slicesPatience bounds a request for ResourceSlices: the loop waits for it.
 const slicesPatience = 2 * time.Second
 
-// otherHardware are DRA drivers whose devices are known not to be GPUs, whether
-// their ResourceSlices can be read or not. NVIDIA's for compute domains prepares
-// channels between GPUs.
+// otherHardware are DRA drivers whose devices are known not to be GPUs, even if their
+// ResourceSlices cannot be read. NVIDIA's driver for compute domains prepares channels between
+// GPUs.
 var otherHardware = []string{"compute-domain.nvidia.com", "dra.cpu", "dra.net"}
 
-// drivers is what the loop remembers of devices that other DRA drivers have prepared
-// for pods.
+// drivers has the devices that other DRA drivers have prepared for pods.
 type drivers struct {
-	// listed are those of the last listing that was worth its word.
+	// listed are those of the last trusted listing, and newer ones.
 	listed []node.Prepared
-	// known is which GPU each is, "" for none. It stays while the device is
-	// prepared: ResourceSlices are gone for a while after each start of the kubelet
-	// or of the driver.
+	// known maps a device to its GPU, "" if it is none. It stays while the device is prepared,
+	// since ResourceSlices are gone for a while after each start of the kubelet or of the driver.
 	known map[node.Prepared]gpu.UUID
-	// unknown is why it cannot be told of the others.
+	// unknown is why the GPU of the other devices cannot be found.
 	unknown map[node.Prepared]string
-	// due is when the ResourceSlices are to be read again for their sake, and pause
-	// how long after that.
+	// due is when the ResourceSlices are read again for these. pause is the delay after that.
 	due   time.Time
 	pause wait.Backoff
 }
 
-// prepared finds the GPUs that other DRA drivers have prepared for pods. The kubelet
-// names a device by driver, pool and name; which GPU that is, its ResourceSlice says
-// (see whichGPU). Where that cannot be told, it may be any GPU, and none is offered.
+// prepared finds the GPUs that other DRA drivers have prepared for pods. The kubelet names a device
+// by driver, pool and name. Its ResourceSlice says which GPU that is (see whichGPU). If that cannot
+// be found out, it may be any GPU, and the agent offers none.
 func (c *coexistence) prepared(ctx context.Context, s *sightings) {
 	d := &c.drivers
 	listed := slices.DeleteFunc(slices.Clone(s.listing.Prepared), func(p node.Prepared) bool {
 		return p.Driver == c.own || slices.Contains(otherHardware, p.Driver)
 	})
-	if !s.trusted { // it lacks pods: those of before may still be there
+	if !s.trusted { // it may lack pods, so keep the earlier devices
 		listed = append(listed, slices.DeleteFunc(slices.Clone(d.listed), func(p node.Prepared) bool {
 			return slices.Contains(listed, p)
 		})...)
@@ -94,8 +91,7 @@ func describePrepared(p node.Prepared) string {
 		p.Namespace, p.Pod, p.Device, p.Pool, p.Driver, p.Claim)
 }
 
-// askDrivers reads the ResourceSlices for the devices of which it is not known which
-// GPUs they are.
+// askDrivers reads the ResourceSlices, and looks up the GPUs of the devices that are not known.
 func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	d := &c.drivers
 	d.due, d.unknown = s.now.Add(d.pause.Step()), map[node.Prepared]string{}
@@ -119,8 +115,8 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	}
 	for _, p := range ask {
 		if err != nil {
-			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which would tell, cannot be read "+
-				"(the agent needs leave to list resourceslices of resource.k8s.io): %v", err)
+			d.unknown[p] = fmt.Sprintf("the ResourceSlices of this node, which have that, cannot be read "+
+				"(the agent needs permission to list resourceslices of resource.k8s.io): %v", err)
 		} else if u, why := whichGPU(s.inv, p, offered); why != "" {
 			d.unknown[p] = why
 		} else {
@@ -129,24 +125,24 @@ func (c *coexistence) askDrivers(ctx context.Context, s *sightings) {
 	}
 }
 
-// whichGPU says which of a node's GPUs a device of a DRA driver is, or is a part of,
-// by what drivers say in their ResourceSlices; "" for none. Where it cannot be told,
-// why says so, and the device may be any. It is pure. The rule:
+// whichGPU returns the node's GPU that a device of a DRA driver is, or is a part of, according to
+// the ResourceSlices of drivers; "" if it is none. If that cannot be decided, why is the reason,
+// and the device may be any GPU. It is pure. The rules:
 //
-//   - A UUID (attributes uuid and parentUUID, in any domain) or a PCI address
-//     (pciBusID and the names that drivers had for it before) of one of the GPUs
-//     settles it.
-//   - So does the UUID of an NVIDIA GPU that the node does not have, and the PCI
-//     address of something else: it is none of the GPUs.
-//   - A device that says neither is hardware of another kind, unless it or its
-//     driver speaks of GPUs, or another device of the driver is one of them.
-//   - A device that no ResourceSlice has may be any.
+//   - If an attribute is the UUID or PCI address of one of the GPUs, the device is that GPU. The
+//     attributes are uuid and parentUUID, in any domain, and pciBusID or the names that drivers had
+//     for it before.
+//   - If an attribute is the UUID of an NVIDIA GPU that the node does not have, or the PCI address
+//     of something else, the device is none of the GPUs.
+//   - A device with neither is other hardware, unless it or its driver mentions GPUs, or another
+//     device of the driver is one of the GPUs.
+//   - A device that is in no ResourceSlice may be any GPU.
 func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (u gpu.UUID, why string) {
 	i := slices.IndexFunc(offered, func(d agentkube.Device) bool {
 		return d.Driver == p.Driver && d.Pool == p.Pool && d.Name == p.Device
 	})
 	if i < 0 {
-		return "", "no ResourceSlice of this node has that device; look whether that driver still runs here"
+		return "", "no ResourceSlice of this node has that device; check whether that driver still runs here"
 	}
 	u, elsewhere := identity(inv, &offered[i])
 	switch {
@@ -156,14 +152,14 @@ func whichGPU(inv *gpu.Inventory, p node.Prepared, offered []agentkube.Device) (
 		of, _ := identity(inv, &d)
 		return d.Driver == p.Driver && of != ""
 	}):
-		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that tells; " +
-			"see to a version of that driver that says one"
+		return "", "its ResourceSlice has no uuid and no resource.kubernetes.io/pciBusID that identifies it; " +
+			"install a version of that driver that publishes one"
 	}
 	return "", ""
 }
 
-// identity looks for an attribute that says which piece of hardware a device is: one
-// of the GPUs, or surely something else.
+// identity looks for an attribute that identifies a device. It returns the GPU that it is; or it
+// returns that the device is surely other hardware.
 func identity(inv *gpu.Inventory, d *agentkube.Device) (u gpu.UUID, elsewhere bool) {
 	instance := false
 	for _, name := range sortedKeys(d.Attributes) {
@@ -175,8 +171,7 @@ func identity(inv *gpu.Inventory, d *agentkube.Device) (u gpu.UUID, elsewhere bo
 			}
 			whole := len(value) == len("GPU-01234567-89ab-cdef-0123-456789abcdef")
 			elsewhere = elsewhere || strings.HasPrefix(value, "GPU-") && whole
-			// Of an instance that was made after the last reading, or is on a GPU
-			// that could not be read.
+			// The instance was made after the last reading, or is on a GPU that could not be read.
 			instance = instance || strings.HasPrefix(value, "MIG-")
 		case "pcibusid", "pciebusid", "pciaddress", "pciaddr":
 			at, ok := pciSlot(value)
@@ -191,16 +186,16 @@ func identity(inv *gpu.Inventory, d *agentkube.Device) (u gpu.UUID, elsewhere bo
 	return u, elsewhere && !instance && u == ""
 }
 
-// pciSlot is a PCI address without its function: what has another function in the
-// same slot, as a virtual function can, is on the same card.
+// pciSlot returns a PCI address without its function. Another function in the same slot, as a
+// virtual function can have, is on the same card.
 func pciSlot(address string) (slot [3]uint64, ok bool) {
 	var function uint64
 	n, err := fmt.Sscanf(address, "%x:%x:%x.%x", &slot[0], &slot[1], &slot[2], &function)
 	return slot, n == 4 && err == nil
 }
 
-// speaksOfGPUs says whether a device without an identity may be a GPU after all, by
-// the words in it. Its pool tells nothing: most are named for the node.
+// speaksOfGPUs reports whether a device without an identity may be a GPU, by its words. Its pool's
+// name is ignored, since most are named after the node.
 func speaksOfGPUs(d *agentkube.Device) bool {
 	words := []string{d.Driver, d.Name}
 	for name, value := range d.Attributes {

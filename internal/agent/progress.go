@@ -14,8 +14,8 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// workText is what is to be done for the partition, in words. Events are few: GPUs
-// of which the same is to be said share a sentence.
+// workText describes the work for the partition in words. GPUs with the same work share a sentence,
+// so that there are few Events.
 func workText(inv *gpu.Inventory, work []plan.Work) string {
 	gpus := map[string][]gpu.UUID{}
 	var texts []string
@@ -35,9 +35,9 @@ func workText(inv *gpu.Inventory, work []plan.Work) string {
 	return strings.Join(texts, "; ")
 }
 
-// conditions say what failed for the partition and is tried again later, which GPUs
-// wait for a reset or a reboot, what is being done, and which of the work that is planned has
-// not begun.
+// conditions returns the work for the partition as conditions: what failed and will be tried again,
+// which GPUs wait for a reset or a reboot, what is being done, and what is planned but has not
+// begun.
 func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint64) (out []status.Condition) {
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
@@ -60,7 +60,7 @@ func (e *executor) conditions(inv *gpu.Inventory, planned []plan.Work, gen uint6
 	return out
 }
 
-// now says what is being done to GPUs.
+// now returns the work that runs on each GPU, in words.
 func (e *executor) now() map[gpu.UUID]string {
 	out := map[gpu.UUID]string{}
 	for u, j := range e.jobs {
@@ -72,7 +72,7 @@ func (e *executor) now() map[gpu.UUID]string {
 	return out
 }
 
-// made are the instances that are the agent's.
+// made returns the agent's own instances.
 func (e *executor) made() map[gpu.UUID]map[mig.Placement]bool {
 	out := map[gpu.UUID]map[mig.Placement]bool{}
 	for u, placements := range e.mine {

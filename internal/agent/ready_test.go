@@ -64,7 +64,7 @@ func TestNotReadyWithAnInvalidFirstPartition(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		b := start(t, o, dir, "")
-		b.wantReady("partitions have not been heard of")
+		b.wantReady("partitions are not known yet")
 		b.SetFileMissing(errors.New("there is no ConfigMap gpu/p"))
 		b.wantReady("no valid partition", "there is no ConfigMap gpu/p")
 		b.SetFile("p.yaml", []byte(bad))
@@ -87,7 +87,7 @@ func TestRefusedPartitionsAreTold(t *testing.T) {
 		o, dir := newOutside(2), t.TempDir()
 		b := start(t, o, dir, "")
 		b.SetRefused("list configmaps gpu/p", forbidden)
-		b.wantReady("partitions have not been heard of", "list configmaps gpu/p", "cannot list resource", "rbac.yaml")
+		b.wantReady("partitions are not known yet", "list configmaps gpu/p", "cannot list resource", "rbac.yaml")
 		b.wantState("") // it may pass: an API server that starts does so
 		time.Sleep(silentFor)
 		b.wantState("failed")

@@ -8,14 +8,13 @@ import (
 	"example.com/gpu-agent/internal/status"
 )
 
-// LookAtPlugins has the loop look again at whether the kubelet has the resources:
+// LookAtPlugins makes the loop check again whether the kubelet has the resources. It is called when
 // something has changed between a plugin and the kubelet.
-func (a *Agent) LookAtPlugins() { a.bell.wake() }
+func (a *Agent) LookAtPlugins() { a.waker.wake() }
 
-// resourcesOf says how the resources that are served fare at the kubelet. unknown is
-// since when it has not named the devices of some, whose streams of lists may be open
-// all the same. A kubelet that starts again is no trouble: an error comes after
-// silentFor.
+// resourcesOf returns the state of the served resources at the kubelet. unknown is since when the
+// kubelet has not named the devices of some, although it may have their lists. A restart of the
+// kubelet is no failure, so an error appears only after silentFor.
 func resourcesOf(plugins Plugins, unknown map[string]time.Time) []status.Resource {
 	now := time.Now()
 	var out []status.Resource
@@ -28,7 +27,7 @@ func resourcesOf(plugins Plugins, unknown map[string]time.Time) []status.Resourc
 		if at, not := unknown[s.Resource]; s.Registered && not && now.Sub(at) >= silentFor {
 			r.Registered, since = false, at
 			why = "its PodResources service names none of the devices, although it has the list; " +
-				"where it does not in a minute, restart the kubelet"
+				"if that lasts a minute, restart the kubelet"
 		}
 		if !r.Registered && !since.IsZero() {
 			if r.Since = &since; now.Sub(since) >= silentFor {
@@ -40,7 +39,7 @@ func resourcesOf(plugins Plugins, unknown map[string]time.Time) []status.Resourc
 	return out
 }
 
-// unregistered says which resources the kubelet has not had for a while, and why.
+// unregistered returns conditions for the resources that the kubelet has not had for silentFor.
 func unregistered(resources []status.Resource) (out []status.Condition) {
 	for _, r := range resources {
 		if r.Error != "" {

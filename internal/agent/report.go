@@ -25,32 +25,32 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Keys of the node's labels, annotation and condition, below the domain.
+// Keys of the node's labels, annotations and conditions, below the domain.
 const (
 	StateLabel        = "gpu.partition.state"
 	ReasonAnnotation  = "gpu.partition.reason"
 	MessageAnnotation = "gpu.partition.message"
 	HealthCondition   = "GPUHealthy"
 	ReadyCondition    = "GPUReady"
-	// PartitionLabel is set by operators and chooses the partition. ReleaseLabel
-	// is theirs too: on a cordoned node it has the agent let go of the driver.
+	// PartitionLabel chooses the partition. ReleaseLabel makes the agent on a cordoned node let the
+	// driver go. Both are set by operators.
 	PartitionLabel = "gpu.partition"
 	ReleaseLabel   = "gpu.driver-release"
 )
 
-// Written is all that the agent writes on its Node below the domain, by name. Of
-// other domains it writes labels of GPU Feature Discovery. An admission policy
-// (deployments/base/admission.yaml) refuses everything else; a test compares.
+// Written lists all that the agent writes on its Node below the domain, by name. Of other domains
+// it writes labels of GPU Feature Discovery and HoldAnnotation. The admission policy
+// (deployments/base/admission.yaml) refuses everything else; a test compares the two.
 var Written = struct{ Labels, Annotations, Conditions []string }{
 	Labels:      append(slices.Clone(label.Names), StateLabel),
 	Annotations: []string{ReasonAnnotation, MessageAnnotation},
 	Conditions:  []string{HealthCondition, ReadyCondition},
 }
 
-// HoldAnnotation keeps Cluster Autoscaler from taking the node away.
+// HoldAnnotation keeps Cluster Autoscaler from removing the node.
 const HoldAnnotation = "cluster-autoscaler.kubernetes.io/scale-down-disabled"
 
-// reasons are the Events' reasons.
+// reasons are the reasons of Events, by state.
 var reasons = map[State]status.Reason{
 	Applied: status.GPUPartitionApplied,
 	Pending: status.GPUPartitionPending,
@@ -59,10 +59,10 @@ var reasons = map[State]status.Reason{
 	Invalid: status.GPUPartitionInvalid,
 }
 
-// herald tells people and programs what rounds leave: on the Node, in Events and to Node
-// Feature Discovery. Nothing that the loop decides follows from it. Its goroutine is run;
-// setNode and conditions are for anybody.
-type herald struct {
+// announcer reports the results of rounds: on the Node, in Events, and to Node Feature Discovery.
+// The loop's decisions do not depend on it. It works in the goroutine of run; any goroutine may
+// call setNode and conditions.
+type announcer struct {
 	domain string
 	// labels and hold are Options.Labels and HoldScaleDown.
 	labels   Labels
@@ -70,42 +70,41 @@ type herald struct {
 	cluster  Cluster
 	features Features
 	log      *slog.Logger
-	// latest is what the last round left, offer what the kubelet is offered, and allocations
-	// are the ledger's.
+	// latest returns the last round's result, offer what the kubelet is offered, and allocations
+	// the ledger's allocations.
 	latest      func() *Snapshot
 	offer       func() *deviceplugin.Offer
 	allocations func() []ledger.Allocation
-	// node is the Node as it was last heard of.
+	// node is the newest Node, an empty one at first.
 	node atomic.Pointer[agentkube.Node]
-	// kept is why the startup taint could not be taken away, and wake asks for a round,
-	// which tells it.
+	// kept is why the startup taint could not be removed, nil if it could. wake starts a round,
+	// which reports a change of it.
 	kept atomic.Pointer[status.Cause]
 	wake func()
 	// news wakes run; it holds at most one token.
 	news chan struct{}
 }
 
-func newHerald(o *Options, w *Worlds, latest func() *Snapshot, offer func() *deviceplugin.Offer,
-	allocations func() []ledger.Allocation, wake func(), news chan struct{}) *herald {
-	h := &herald{domain: o.Domain, labels: o.Labels, hold: o.HoldScaleDown,
+func newAnnouncer(o *Options, w *Worlds, latest func() *Snapshot, offer func() *deviceplugin.Offer,
+	allocations func() []ledger.Allocation, wake func(), news chan struct{}) *announcer {
+	h := &announcer{domain: o.Domain, labels: o.Labels, hold: o.HoldScaleDown,
 		cluster: w.Cluster, features: w.Features, log: o.Log,
 		latest: latest, offer: offer, allocations: allocations, wake: wake, news: news}
 	h.node.Store(new(agentkube.Node))
 	return h
 }
 
-// setNode takes in the Node. One that was made anew has lost what was written on it.
-func (h *herald) setNode(n *agentkube.Node) {
+// setNode takes in the Node. A Node that was created anew has lost the agent's labels.
+func (h *announcer) setNode(n *agentkube.Node) {
 	h.node.Store(n)
 	poke(h.news)
 }
 
-// run keeps the node's labels, annotation and condition equal to what the loop
-// last found, and sends an Event for each new thing. It runs beside the loop,
-// since the API server may be slow or away; the newest snapshot is all it needs.
-// It says nothing before the loop has heard what is wanted, so that a restart of
-// the agent does not make labels flicker.
-func (h *herald) run(ctx context.Context) error {
+// run keeps the node's labels, annotations and conditions equal to the newest snapshot, and sends
+// an Event for each change. It runs beside the loop since the API server may be slow or away. It
+// writes nothing before the loop has heard of the partitions, so that a restart of the agent does
+// not change labels back and forth.
+func (h *announcer) run(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
 	failing := false
@@ -124,7 +123,7 @@ func (h *herald) run(ctx context.Context) error {
 		if h.features != nil {
 			err := h.features.Write(nfd.Features{Labels: own, Guests: guests, Node: h.node.Load().Labels, Keep: !known})
 			if err != nil && !failing {
-				h.log.Error("cannot leave the labels for Node Feature Discovery", "err", err)
+				h.log.Error("cannot write the labels for Node Feature Discovery", "err", err)
 			}
 			failing = err != nil
 			errs = append(errs, err)
@@ -139,7 +138,7 @@ func (h *herald) run(ctx context.Context) error {
 				h.tellHealth(c, snap, sick)
 				sick = snap.hardware.Verdicts
 			}
-			marks := agentkube.Marks{GuestAnnotations: snap.holds(h.hold), Guests: guests, KeepLabels: !known,
+			marks := agentkube.Marks{GuestAnnotations: snap.holdAnnotation(h.hold), Guests: guests, KeepLabels: !known,
 				Labels:      map[string]string{h.domain + "/" + StateLabel: string(snap.Outcome.State)},
 				Annotations: map[string]string{}}
 			maps.Copy(marks.Labels, own)
@@ -153,7 +152,7 @@ func (h *herald) run(ctx context.Context) error {
 			}
 			if ready, known := readyCondition(h.domain, snap, time.Now()); err == nil && known {
 				if err = c.SetCondition(ctx, ready); err == nil {
-					err = h.admit(ctx, ready)
+					err = h.removeStartupTaint(ctx, ready)
 				}
 			}
 			errs = append(errs, err)
@@ -166,7 +165,7 @@ func (h *herald) run(ctx context.Context) error {
 			if left := silentFor - time.Since(snap.usable.began); !snap.usable.offered && left > 0 {
 				again = time.After(left)
 			} else if h.node.Load().StartupTaint {
-				again = time.After(backOffMax) // a list may pass over what it waits for
+				again = time.After(backOffMax) // the watch may have missed the change that this waits for
 			}
 		}
 		select {
@@ -178,11 +177,10 @@ func (h *herald) run(ctx context.Context) error {
 	}
 }
 
-// nodeLabels are what the node's GPUs are, the agent's own words and those of GPU
-// Feature Discovery. known is false where that cannot be told now: before this
-// process has read the hardware, and while there is none to be read. What was
-// written before then stays.
-func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
+// nodeLabels returns the labels that describe the node's GPUs: the agent's own, and those of GPU
+// Feature Discovery. known is false before this process has read the hardware, and while it cannot.
+// Then the earlier labels stay.
+func (h *announcer) nodeLabels(snap *Snapshot) (own, guests map[string]string, known bool) {
 	if !h.labels.Own {
 		return nil, nil, true
 	}
@@ -195,8 +193,8 @@ func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, know
 		return nil, nil, false
 	}
 	if snap.asked.Wanted == nil {
-		// No partition is in force in this process. One may have been in the process
-		// before: what followed from that still holds.
+		// No partition is in force in this process. One may have been in the last process, and its
+		// labels still hold.
 		return own, nil, false
 	}
 	if h.labels.Guest {
@@ -206,7 +204,7 @@ func (h *herald) nodeLabels(snap *Snapshot) (own, guests map[string]string, know
 }
 
 // tellOutcome sends the Event of a new outcome.
-func (h *herald) tellOutcome(c Cluster, o Outcome) {
+func (h *announcer) tellOutcome(c Cluster, o Outcome) {
 	kind := agentkube.Normal
 	if o.State == Failed || o.State == Invalid || o.State == Applied && o.Message != "" {
 		kind = agentkube.Warning
@@ -221,9 +219,9 @@ func (h *herald) tellOutcome(c Cluster, o Outcome) {
 	c.Event(workload.Pod{}, kind, string(reasons[o.State]), message)
 }
 
-// tellHealth sends Events of what has changed in the GPUs' health: to the node,
-// and of what is new to those whose pods are on it.
-func (h *herald) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
+// tellHealth sends Events about changes in the GPUs' health: to the node, and for new faults also
+// to the pods on the GPU.
+func (h *announcer) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) {
 	news, over := healthNews(before, snap.hardware.Verdicts)
 	for _, g := range together(snap.hardware.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
@@ -244,7 +242,7 @@ func (h *herald) tellHealth(c Cluster, snap *Snapshot, before []health.Verdict) 
 	}
 }
 
-// healthNews are the verdicts that were not there before, and those that are over.
+// healthNews returns the verdicts that are new, and those that are over.
 func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
 	less := func(list, of []health.Verdict) []health.Verdict {
 		return slices.DeleteFunc(slices.Clone(list), func(v health.Verdict) bool {
@@ -256,15 +254,15 @@ func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
 	return less(now, before), less(before, now)
 }
 
-// group is GPUs of which the same is to be said.
+// group is a set of GPUs with the same fault.
 type group struct {
 	// names is "GPU 3 (GPU-…) is", or "GPUs 0, 1, 2 are".
 	names, reason string
 	gpus          []gpu.UUID
 }
 
-// together puts verdicts with the same reason into one sentence, so that a driver that
-// is gone is reported once and not for each GPU.
+// together groups verdicts by their reason. So a driver that is gone is reported once, and not for
+// each GPU.
 func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	var out []group
 	for _, v := range verdicts {
@@ -288,7 +286,7 @@ func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	return out
 }
 
-// numbers says which GPUs these are: "GPU 3", or "GPUs 0, 1, 2".
+// numbers names GPUs by index: "GPU 3", or "GPUs 0, 1, 2".
 func numbers(inv *gpu.Inventory, of []gpu.UUID) string {
 	var out []string
 	for i := range inv.GPUs { // in index order
@@ -302,7 +300,7 @@ func numbers(inv *gpu.Inventory, of []gpu.UUID) string {
 	return "GPUs " + strings.Join(out, ", ")
 }
 
-// podsOn lists the pods that have something of a GPU, each once.
+// podsOn returns the pods that have something of a GPU, each once.
 func podsOn(allocations []ledger.Allocation, u gpu.UUID) []workload.Pod {
 	var out []workload.Pod
 	for i := range allocations {
@@ -325,7 +323,7 @@ func name(inv *gpu.Inventory, u gpu.UUID) string {
 	return string(u)
 }
 
-// condition puts the GPUs' health into the node's condition.
+// condition returns the node's condition on the GPUs' health.
 func condition(domain string, snap *Snapshot) agentkube.Condition {
 	c := agentkube.Condition{Type: domain + "/" + HealthCondition, Status: agentkube.True,
 		Reason:  string(status.GPUsHealthy),

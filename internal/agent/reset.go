@@ -13,25 +13,25 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// WasResetAnnotation is the Node's annotation, below Options.Domain, by which an operator says
-// that GPUs were reset, which not every driver shows: indices, UUIDs or "all", each with the
-// time of the reset, "3@2026-03-01T12:00:00Z", with commas between. It ends faults that are
-// older, so it may stay. The agent reads it and never writes it.
+// WasResetAnnotation is the Node's annotation, below Options.Domain, by which an operator reports
+// resets of GPUs, since not every driver shows them. It has indices, UUIDs or "all", each with the
+// time of the reset, "3@2026-03-01T12:00:00Z", with commas between. It ends only older faults, so
+// it may stay. The agent reads it and never writes it.
 const WasResetAnnotation = "gpu.was-reset"
 
-// mostResets is how many words of the annotation are read.
+// mostResets is the number of words of the annotation that are read.
 const mostResets = 64
 
-// resets are when GPUs were reset, as an operator says.
+// resets are the times at which an operator has reset GPUs.
 type resets struct {
 	at map[gpu.UUID]time.Time
-	// odd are the words of the annotation that say nothing, or something of later than now.
+	// odd are the words of the annotation that are not understood, or have a future time.
 	odd []string
-	// more says that the rest was not read.
+	// more is true if some words were not read.
 	more bool
 }
 
-// resetsOf reads the annotation's value. Empty words count for nothing.
+// resetsOf parses the annotation's value. It ignores empty words.
 func resetsOf(said string, inv *gpu.Inventory, now time.Time) resets {
 	r := resets{at: map[gpu.UUID]time.Time{}}
 	for range mostResets {
@@ -48,7 +48,7 @@ func resetsOf(said string, inv *gpu.Inventory, now time.Time) resets {
 	return r
 }
 
-// add takes in a word, and reports whether it says anything.
+// add takes in a word, and reports whether it is understood and names a GPU.
 func (r *resets) add(word string, inv *gpu.Inventory, now time.Time) (known bool) {
 	name, when, _ := strings.Cut(word, "@")
 	at, err := time.Parse(time.RFC3339, when)
@@ -65,7 +65,7 @@ func (r *resets) add(word string, inv *gpu.Inventory, now time.Time) (known bool
 	return known
 }
 
-// conditions are remarks on an annotation that is not understood.
+// conditions returns a remark on an annotation that is not understood.
 func (r *resets) conditions(domain string) []status.Condition {
 	if len(r.odd) == 0 && !r.more {
 		return nil
@@ -76,7 +76,7 @@ func (r *resets) conditions(domain string) []status.Condition {
 		said += " and more"
 	}
 	return []status.Condition{status.Why(status.WasResetUnknown,
-		"the node's annotation %s/%s says %s, which is not understood: it takes an index, a UUID or all, @, "+
-			"and a time that is not to come, 3@2026-03-01T12:00:00Z, with commas between, at most %d of them",
+		"the node's annotation %s/%s has %s, which is not understood: write an index, a UUID or all, then @ "+
+			"and a past time, as in 3@2026-03-01T12:00:00Z, with commas between, at most %d in all",
 		domain, WasResetAnnotation, said, mostResets).Condition(status.Noted, "")}
 }

@@ -16,18 +16,18 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// pass is a round under way, with what it has found so far.
+// pass is a round that runs now, with what it has found so far.
 type pass struct {
 	findings
 	allocations []ledger.Allocation // as of the last plan
-	// postponed are the GPUs that keep their layouts, withdrawn, since nobody knows who was
-	// promised what of them through DRA.
+	// postponed are the GPUs that keep their layouts with their devices withdrawn, because DRA
+	// claims may have been allocated devices of them.
 	postponed []gpu.UUID
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
 
-// round is one look at everything and what follows from it: the walk that doc.go draws.
+// round runs one round, in the steps that doc.go lists.
 func (l *loop) round(ctx context.Context) error {
 	in := l.mail.latest()
 	p := &pass{findings: findings{in: &in, changes: &plan.Changes{}}}
@@ -35,7 +35,7 @@ func (l *loop) round(ctx context.Context) error {
 	if err := l.readHardware(ctx, p); err != nil {
 		return err // only a new process can go on
 	}
-	in = l.mail.latest() // a reading takes a while: the partitions may have arrived meanwhile
+	in = l.mail.latest() // new partitions may have arrived during the reading
 	if l.reader.inv != nil {
 		l.want(p)
 		l.lookAround(ctx, in.migManager)
@@ -49,9 +49,9 @@ func (l *loop) round(ctx context.Context) error {
 	return l.finish(p)
 }
 
-// readHardware takes in what jobs came to, and the hardware as it is. It returns an
-// error that wraps gpu.ErrReloaded, and leaves every other to the findings: the
-// containers that wait need no driver.
+// readHardware takes in the results of jobs and reads the hardware. It returns only errors that
+// wrap gpu.ErrReloaded. All others go to the findings, since containers that wait may not need the
+// driver.
 func (l *loop) readHardware(ctx context.Context, p *pass) error {
 	now := time.Now()
 	results := l.executor.ended(now)
@@ -67,7 +67,7 @@ func (l *loop) readHardware(ctx context.Context, p *pass) error {
 		}
 		l.executor.learn(r, l.reader.inv.ByUUID(r.GPU), l.partitions.gen, now)
 	}
-	err := l.reader.mind(p.in.letGo, len(l.executor.jobs) > 0)
+	err := l.reader.followLetGo(p.in.letGo, len(l.executor.jobs) > 0)
 	if errors.Is(err, gpu.ErrReloaded) {
 		return err
 	}
@@ -79,7 +79,7 @@ func (l *loop) readHardware(ctx context.Context, p *pass) error {
 	switch {
 	case errors.Is(err, gpu.ErrReloaded):
 		return err
-	case errors.Is(err, gpu.ErrTimeout) && l.reader.inv != nil: // everything else goes on; see hangs
+	case errors.Is(err, gpu.ErrTimeout) && l.reader.inv != nil: // the round goes on with the last reading; see hangs
 	case l.reader.letGo == "":
 		p.fail(err)
 	}
@@ -91,7 +91,7 @@ func (l *loop) readHardware(ctx context.Context, p *pass) error {
 
 // want works out what is wanted of the GPUs.
 func (l *loop) want(p *pass) {
-	if p.in.labelKnown { // until then the last agent's
+	if p.in.labelKnown { // until then the cordons of the last process stay
 		l.partitions.cordons = cordonsOf(p.in.cordon, l.reader.inv)
 		l.partitions.resets = resetsOf(p.in.reset, l.reader.inv, time.Now())
 		l.reader.wereReset(l.partitions.resets.at)
@@ -102,8 +102,8 @@ func (l *loop) want(p *pass) {
 	}
 }
 
-// lookAround looks for GPUs that somebody else gives out, and whether the kubelet knows
-// what we offer.
+// lookAround looks for GPUs that others give out. It also checks whether the kubelet knows the
+// devices that this agent offers.
 func (l *loop) lookAround(ctx context.Context, migManager string) {
 	served := l.offering.served
 	expected := served.expected(l.offering.front.Offer())
@@ -117,7 +117,7 @@ func (l *loop) lookAround(ctx context.Context, migManager string) {
 	}
 }
 
-// plan plans with the allocations as they are now.
+// plan makes a plan from the present allocations.
 func (l *loop) plan(p *pass) {
 	now := time.Now()
 	l.layouts.expire(now)
@@ -126,7 +126,7 @@ func (l *loop) plan(p *pass) {
 	p.changes = &changes
 }
 
-// planInput is what a plan is made from now.
+// planInput returns the present input of a plan.
 func (l *loop) planInput(allocations []ledger.Allocation, now time.Time) plan.Input {
 	mig := l.executor.input(allocations, now)
 	mig.Cards = l.reader.cards.of
@@ -134,15 +134,15 @@ func (l *loop) planInput(allocations []ledger.Allocation, now time.Time) plan.In
 		Layouts: l.layouts.now, Past: l.layouts.past, Others: l.others.theirs(), Unit: l.partitions.on.Unit, MIG: mig}
 }
 
-// unchecked reports whether there is an allocation of which nobody has looked whether
-// its devices are free, or that they were not.
+// unchecked reports whether there is an allocation whose devices are not known to be free: the
+// witnesses have not been asked yet, or the previous holder still had them.
 func unchecked(allocations []ledger.Allocation) bool {
 	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool {
 		return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting
 	})
 }
 
-// askHolders asks the witnesses who has what, where that is due, and plans again.
+// askHolders asks the witnesses who holds what, if that is due, and plans again.
 func (l *loop) askHolders(ctx context.Context, p *pass) {
 	takes := len(p.changes.Changing) > 0 || withdraws(l.due(p.changes.Work))
 	full := l.witnesses.Due(takes, len(p.changes.Blocked) > 0, time.Now())
@@ -157,7 +157,7 @@ func (l *loop) askHolders(ctx context.Context, p *pass) {
 	for i := range ended {
 		if c := &ended[i]; l.offering.names.Ours(c.Resource) {
 			l.layouts.linger(c)
-			if c.Kind().InMIG() { // look what is on the instance: it may be wanted for something else
+			if c.Kind().InMIG() { // the free instance may be wanted for something else, so read what it has
 				l.reader.stale.Store(true)
 			}
 		}
@@ -168,22 +168,22 @@ func (l *loop) askHolders(ctx context.Context, p *pass) {
 	l.plan(p)
 }
 
-// due picks the work that is to be begun now.
+// due returns the work that may begin now.
 func (l *loop) due(work []plan.Work) []plan.Work {
-	if l.reader.letting != "" || !l.reader.usable() {
+	if l.reader.letGoNext != "" || !l.reader.usable() {
 		return nil
 	}
 	return l.executor.due(work, l.partitions.gen, l.witnesses.Heard(), time.Now())
 }
 
-// withdraw withdraws what the plan takes away, and plans again: an allocation that came
-// before the withdrawal keeps what it has.
+// withdraw withdraws what the plan takes away, and plans again. An allocation that was made before
+// the withdrawal keeps its devices.
 func (l *loop) withdraw(ctx context.Context, p *pass) {
 	if !l.layouts.offerAny(p.changes.Changing) && !withdraws(l.due(p.changes.Work)) {
 		return
 	}
 	withdrawn := *p.changes
-	withdrawn.Layouts = l.layouts.now // not laid out anew yet
+	withdrawn.Layouts = l.layouts.now // the layouts change in act
 	l.publish(deviceplugin.Input{Changes: &withdrawn, Changing: p.changes.Changing})
 	claims := l.offering.claims
 	if slices.ContainsFunc(p.changes.Changing, claims.offered) ||
@@ -197,7 +197,7 @@ func (l *loop) withdraw(ctx context.Context, p *pass) {
 				p.postpone(func(u gpu.UUID) bool { return slices.Contains(promised, u) }, l.layouts.now)
 				if len(p.postponed) > 0 {
 					p.fail(status.Because(status.HeldByPods, fmt.Errorf("%v stay as they are: "+
-						"claims were promised devices of them that others have until they end", p.postponed)))
+						"claims were allocated devices of them that other pods still hold", p.postponed)))
 				}
 			}()
 		}
@@ -205,8 +205,8 @@ func (l *loop) withdraw(ctx context.Context, p *pass) {
 	l.plan(p)
 }
 
-// postpone leaves GPUs laid out as they are now whose devices somebody may have been
-// promised through DRA.
+// postpone removes from the plan the changes to GPUs that claims may have been allocated. These
+// GPUs keep their layouts, which now has.
 func (p *pass) postpone(promised func(gpu.UUID) bool, now map[gpu.UUID]plan.Layout) {
 	p.changes.Changing = slices.DeleteFunc(p.changes.Changing, func(u gpu.UUID) bool {
 		if !promised(u) {
@@ -219,8 +219,8 @@ func (p *pass) postpone(promised func(gpu.UUID) bool, now map[gpu.UUID]plan.Layo
 	p.changes.Work = slices.DeleteFunc(p.changes.Work, func(w plan.Work) bool { return w.Takes() && promised(w.GPU) })
 }
 
-// act makes the plan the one in force and begins its work, after what a successor must
-// know of it has been written down: what to go on listing, and which instances are ours.
+// act puts the plan in force and begins its work. Before that it saves what the next process must
+// know: the devices to go on listing, and the agent's own instances.
 func (l *loop) act(ctx context.Context, p *pass) {
 	now := time.Now()
 	l.layouts.settle(p.changes)
@@ -237,25 +237,24 @@ func (l *loop) act(ctx context.Context, p *pass) {
 	if p.fail(unsaved); unsaved == nil {
 		l.executor.begin(ctx, l.reader.inv, work)
 	}
-	l.ground().correct(p.changes, unsaved)
+	l.fileInputs().correct(p.changes, unsaved)
 }
 
-// setDriver learns what containers need of the driver, where it or its GPUs are others
-// than before, and sets time slices.
+// setDriver learns which driver files containers need, if the driver or its GPUs have changed, and
+// sets time slices.
 func (l *loop) setDriver(ctx context.Context, p *pass) {
-	// Not before somebody can need the parts: the partitions may arrive meanwhile.
+	// Nothing needs them before there is a partition, a layout or an allocation.
 	needed := func() bool { return l.partitions.wanted != nil || len(l.layouts.now) > 0 || l.ledger.Held() }
-	if l.gates.supplies.of != l.reader.epoch && l.reader.usable() && needed() {
-		// It takes a while to learn them. A fault is told before that, and so is what a
-		// new process offers: a container that comes meanwhile waits for its allocation's
-		// file.
+	if l.gates.driverFiles.of != l.reader.epoch && l.reader.usable() && needed() {
+		// Learning takes a while, so publish faults, and the first offer of a new process, before
+		// it. A container that comes meanwhile waits for its allocation's file.
 		p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
-		switch err := l.gates.supplies.learn(ctx, l.reader.epoch); {
+		switch err := l.gates.driverFiles.learn(ctx, l.reader.epoch); {
 		case err == nil:
 			for _, c := range l.ledger.Allocations() {
-				l.ledger.Shut(c.ID) // written again below, if the files differ
+				l.ledger.Shut(c.ID) // openGates writes the file again, if it differs
 			}
-		case l.gates.supplies.parts == nil || !errors.Is(err, gpu.ErrTimeout):
+		case l.gates.driverFiles.parts == nil || !errors.Is(err, gpu.ErrTimeout):
 			p.fail(err)
 		}
 	}
@@ -267,32 +266,32 @@ func (l *loop) setDriver(ctx context.Context, p *pass) {
 	}
 }
 
-// openGates writes the CDI files of the allocations that may start, and then publishes what
-// is on offer. Files of ended allocations go first: the next holder's container must not find
-// the gate of the one before it open.
+// openGates writes the CDI files of allocations whose containers may start, and then publishes what
+// is on offer. It removes the files of ended allocations first, or the next holder's container
+// could start with the previous holder's file.
 func (l *loop) openGates(p *pass) {
 	p.fail(l.gates.sweep(l.witnesses.Heard(), l.witnesses.Used))
-	p.fail(l.gates.write(l.ground(), l.gates.allocations(l.reader.inv), p.changes.Trouble))
+	p.fail(l.gates.write(l.fileInputs(), l.gates.allocations(l.reader.inv), p.changes.Trouble))
 	l.gates.tellWaiting(p.changes.Trouble, l.executor.failedFor)
 	p.fail(l.offering.served.set(l.publish(deviceplugin.Input{Changes: p.changes, Changing: p.postponed})))
 }
 
-// publish offers what follows from in, which says what changes, and from what is known.
+// publish adds the present state to in, which has the changes, and publishes the resulting offer.
 func (l *loop) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Topology, in.Cards = l.reader.inv, l.reader.topology, l.reader.cards.of
 	in.Past, in.OnDemand, in.Cordoned = l.layouts.past, l.partitions.onDemand, l.partitions.cordons.gpus
 	in.Failing, in.Others = l.executor.failingPlacements(time.Now()), l.others.theirs()
-	in.Closed = l.gates.supplies.closed()
+	in.Closed = l.gates.driverFiles.closed()
 	offer := l.offering.publish(&in)
 	if l.partitions.judged {
-		// Before that the slices stay as the last process has left them: what is held is
-		// all that would be in them, and claims of the rest would be refused.
+		// Before that the ResourceSlices stay as the last process left them. New ones would have
+		// nothing but held devices, and the scheduler would refuse claims for the rest.
 		l.offering.publishClaims(&in, offer, l.mail.latest().allocatable, l.executor.refusedPlacements(time.Now()))
 	}
 	return offer
 }
 
-// finish hands what the round left to the reporter, and returns what failed.
+// finish passes the round's results to the reporter, and returns what failed.
 func (l *loop) finish(p *pass) error {
 	f := &p.findings
 	if l.reader.inv != nil {
@@ -313,16 +312,16 @@ func (l *loop) finish(p *pass) error {
 		}
 		f.missing = append(f.missing, "this process has not read the driver: "+why)
 	}
-	if closed := l.gates.supplies.closed(); closed != "" {
+	if closed := l.gates.driverFiles.closed(); closed != "" {
 		f.missing = append(f.missing, "it does not know which driver files containers need: "+closed)
 	}
 	if l.reader.inv != nil {
 		s.basis = l.basis(p.allocations)
 	}
-	f.besides = slices.Concat(l.beside.conditions(), l.partitions.conditions(s.hardware.Inventory))
+	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory))
 	l.reporter.finish(s, f)
-	poke(l.bell.stirred)
-	for _, turn := range l.beside.turns {
+	poke(l.waker.stirred)
+	for _, turn := range l.background.afterRound {
 		turn(l.witnesses.Heard())
 	}
 	return errors.Join(f.errs...)

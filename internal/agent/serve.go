@@ -17,8 +17,8 @@ import (
 	"example.com/gpu-agent/pkg/plugin"
 )
 
-// offering is what can be had here, through both front-ends. It belongs to the loop's goroutine,
-// but for setFaults.
+// offering has what the node offers through both front-ends. It belongs to the loop's goroutine,
+// except setFaults.
 type offering struct {
 	names *deviceplugin.Names
 	// drain is the opposite of Options.KeepOffering, and align is Options.Align.
@@ -41,7 +41,7 @@ func newOffering(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.A
 			}}}
 }
 
-// publish makes the offer that follows from in, and completes in.
+// publish completes in, and publishes the offer made from it.
 func (o *offering) publish(in *deviceplugin.Input) *deviceplugin.Offer {
 	in.Names, in.Drain, in.Aligned = o.names, o.drain, o.align
 	return o.front.Publish(func(allocations []ledger.Allocation) *deviceplugin.Offer {
@@ -50,16 +50,16 @@ func (o *offering) publish(in *deviceplugin.Input) *deviceplugin.Offer {
 	})
 }
 
-// publishClaims says the same to the front-end for claims. allocatable are the resources of
-// which the scheduler may give something out, as the API server has it.
+// publishClaims publishes the same through the DRA front-end. allocatable is as in input.
 func (o *offering) publishClaims(in *deviceplugin.Input, offer *deviceplugin.Offer, allocatable []string,
 	refused map[mig.Place]status.Cause) {
 	o.claims.publish(in, o.kept(offer, allocatable), refused)
 }
 
-// kept reports of a device whether pods that ask for it by a resource's name would be sent
-// to the device plugin yet: by the API, of which the kubelet's word is up to ten seconds
-// old, or by the kubelet, which lists other devices of that name for a minute more.
+// kept returns a function that reports whether pods that ask for a device by its resource name may
+// still be sent to the device plugin. They may if the Node's allocatable still has the name, which
+// is up to ten seconds old, or if the kubelet still lists other devices of that name, as it does
+// for a minute.
 func (o *offering) kept(offer *deviceplugin.Offer, allocatable []string) func(dra.Device) bool {
 	names := map[string]bool{}
 	for _, name := range allocatable {
@@ -69,13 +69,13 @@ func (o *offering) kept(offer *deviceplugin.Offer, allocatable []string) func(dr
 		names[offer.Resources[i].Name] = names[offer.Resources[i].Name] || len(offer.Resources[i].Devices) > 0
 	}
 	return func(d dra.Device) bool {
-		// No claim is made for memory by its name.
+		// Claims for memory units have no resource name.
 		return !d.Kind.Together() && names[o.names.Of(d.Kind, d.Placement.Profile)]
 	}
 }
 
-// setFaults tells both front-ends which GPUs are unhealthy, and which placements on others. It
-// may be called by anybody.
+// setFaults tells both front-ends which GPUs are unhealthy, and which placements on other GPUs. Any
+// goroutine may call it.
 func (o *offering) setFaults(gpus map[gpu.UUID]string, placements map[mig.Place]string) {
 	o.front.SetFaults(gpus, placements)
 	o.claims.setFaults(gpus, placements)
@@ -89,8 +89,8 @@ func (o *offering) unregistered() bool {
 	})
 }
 
-// takeOver has an allocation of the process before this one in the ledger again, by
-// way of the front-end that it is of, where that has to know more of it than the ledger.
+// takeOver adds an allocation of an earlier process to the ledger, through its front-end if that
+// must know it, too.
 func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given, file time.Time) error {
 	switch r.Owner {
 	case ledger.DevicePlugin:
@@ -100,28 +100,26 @@ func (o *offering) takeOver(l *ledger.Ledger, id string, r ledger.Record, given,
 			return o.claims.found(id, r, given)
 		}
 	default:
-		o.log.Warn("an allocation is of a front-end that this version does not know: its GPUs are given to nobody; "+
-			"run the version that wrote it, or end what has it and remove the allocation's files",
+		o.log.Warn("an allocation belongs to a front-end that this version does not know; no other pod gets its GPUs; "+
+			"run the version that wrote it, or end its pod and remove the allocation's files",
 			"allocation", id, "front_end", r.Owner)
 	}
 	_, err := l.Found(id, r, given)
 	return err
 }
 
-// served is the resources that have a device plugin at the kubelet. It belongs to the
-// loop's goroutine.
+// served has the resources with a device plugin at the kubelet. It belongs to the loop's goroutine.
 type served struct {
 	plugins Plugins
-	// source makes the source of a resource's plugin.
+	// source returns the source of a resource's plugin.
 	source func(resource string) plugin.Source
 	of     map[string]plugin.Source
-	// unknown is since when the kubelet has not known resources that are offered it; the
-	// map is not changed but replaced.
+	// unknown is as Snapshot.Unknown. The map is replaced, never changed.
 	unknown map[string]time.Time
 }
 
-// set starts the device plugins of resources that are on offer for the first
-// time. None is ever stopped: see deviceplugin.Offer.
+// set starts the device plugins of resources that are offered for the first time. It stops none:
+// see deviceplugin.Offer.
 func (s *served) set(v *deviceplugin.Offer) error {
 	if len(v.Resources) == len(s.of) {
 		return nil
@@ -139,7 +137,7 @@ func (s *served) set(v *deviceplugin.Offer) error {
 	return nil
 }
 
-// expected are the resources of which the kubelet should give out devices.
+// expected returns the resources that should have devices at the kubelet.
 func (s *served) expected(v *deviceplugin.Offer) (names []string) {
 	for _, r := range v.Resources {
 		healthy := func(d deviceplugin.Device) bool { return d.Healthy }
@@ -150,8 +148,8 @@ func (s *served) expected(v *deviceplugin.Offer) (names []string) {
 	return names
 }
 
-// suspect looks whether the kubelet gives out what we offer it: allocatable is what it
-// would, nil where it did not answer.
+// suspect checks whether the kubelet gives out what the agent offers. allocatable is what it can
+// give out, nil if it did not answer.
 func (s *served) suspect(expected []string, allocatable map[string][]string, now time.Time) {
 	unknown := map[string]time.Time{}
 	for _, name := range expected {

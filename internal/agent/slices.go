@@ -17,17 +17,17 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// slice is a time slice that was asked of the driver. note says why it does
-// not have it; asking again would not help.
+// slice is a time slice that the driver was asked for. note is why the driver cannot set it, empty
+// if it can; then asking again does not help.
 type slice struct {
 	is   gpu.TimeSlice
 	note string
-	// epoch is the reader's, then: the driver of another one may have forgotten it.
+	// epoch is the reader's epoch at that time. The driver of another epoch may have forgotten it.
 	epoch uint64
 }
 
-// timeSlices is what was asked of the driver, by GPU. It belongs to the loop's
-// goroutine. Use newTimeSlices.
+// timeSlices has what the driver was asked for, by GPU. It belongs to the loop's goroutine. Use
+// newTimeSlices.
 type timeSlices struct {
 	driver Driver
 	log    *slog.Logger
@@ -38,15 +38,14 @@ func newTimeSlices(o *Options, w *Worlds) *timeSlices {
 	return &timeSlices{w.Driver, o.Log, map[gpu.UUID]slice{}}
 }
 
-// restore takes over what the process before this one had set; the driver may have
-// forgotten it.
+// restore takes over what the last process had set. The driver may have forgotten it.
 func (t *timeSlices) restore(of map[gpu.UUID]gpu.TimeSlice) {
 	for u, is := range of {
 		t.of[u] = slice{is: is}
 	}
 }
 
-// inForce are the time slices that were set.
+// inForce returns the time slices that the driver has set.
 func (t *timeSlices) inForce() map[gpu.UUID]gpu.TimeSlice {
 	out := map[gpu.UUID]gpu.TimeSlice{}
 	for u, s := range t.of {
@@ -57,8 +56,8 @@ func (t *timeSlices) inForce() map[gpu.UUID]gpu.TimeSlice {
 	return out
 }
 
-// claimed are the time slices that claims ask for: of one GPU they are alike, which the ledger
-// sees to.
+// claimed returns the time slices that claims ask for. The ledger ensures that all claims on one
+// GPU ask for the same.
 func claimed(allocations []ledger.Allocation) map[gpu.UUID]gpu.TimeSlice {
 	out := map[gpu.UUID]gpu.TimeSlice{}
 	for i := range allocations {
@@ -71,15 +70,14 @@ func claimed(allocations []ledger.Allocation) map[gpu.UUID]gpu.TimeSlice {
 	return out
 }
 
-// stands reports whether the driver has been asked for the time slice of a grant, whether or
-// not it can have it. Before that its container may not start: it would keep another one.
-func (t *timeSlices) stands(g ledger.Grant) bool {
+// wasAsked reports whether the driver was asked for the time slice of a grant, even if it cannot
+// set it. Before that the container may not start, since it would keep another time slice.
+func (t *timeSlices) wasAsked(g ledger.Grant) bool {
 	return g.TimeSlice == "" || t.of[g.GPU].is == g.TimeSlice
 }
 
-// set makes the driver's time slices what claims ask for, and where none does what the
-// partition says. A GPU that never had one set is left alone where none is asked for, and so
-// is one in MIG mode, which has none.
+// set sets the driver's time slices: those that claims ask for, or else those of the partition. It
+// leaves a GPU alone if none was ever set or asked for, or if it is in MIG mode, which has none.
 func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, wanted []config.Want,
 	layouts map[gpu.UUID]plan.Layout, allocations []ledger.Allocation) (note string, err error) {
 	var notes []string
@@ -102,7 +100,7 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 				delete(t.of, d.UUID)
 				continue
 			}
-			want = gpu.TimeSliceDefault // what we set is ours to put back
+			want = gpu.TimeSliceDefault // the agent set it, so the agent puts it back
 		}
 		if !asked || have.is != want || have.epoch != epoch {
 			cctx, cancel := context.WithTimeout(ctx, driverPatience)
@@ -114,7 +112,7 @@ func (t *timeSlices) set(ctx context.Context, inv *gpu.Inventory, epoch uint64, 
 			} else if err != nil {
 				errs = append(errs, fmt.Errorf("set time slice %s on %s: %w", want, d.Name(), err))
 				if errors.Is(err, gpu.ErrTimeout) {
-					break // so would the others
+					break // the others would time out, too
 				}
 				continue
 			}

@@ -23,43 +23,43 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// scene is all that a Status is made from.
+// scene has all that a Status is made from.
 type scene struct {
 	snap        *Snapshot
 	names       *deviceplugin.Names
-	unit        gpu.MiB // what a memory unit is from now on
+	unit        gpu.MiB // the size of a memory unit in new layouts
 	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
-	// held has the IDs that allocations have, by resource, and holders the allocations by ID.
+	// held has the device IDs of allocations, by resource. holders has the allocations, by device
+	// ID.
 	held    map[string]map[string]bool
 	holders map[string]*ledger.Allocation
-	// over says of an allocation that its init container has ended.
+	// over reports whether an allocation's init container has ended.
 	over func(id string) bool
 }
 
-// display shows what rounds leave: as the status, as the GPUNode, and to those who ask what
-// another partition would come to. All of it may be used by several goroutines.
+// display shows the results of rounds: as the status, as the GPUNode, and as the answers of
+// Foresee. Any goroutine may use it.
 type display struct {
 	names  *deviceplugin.Names
 	domain string
-	// unit is Options.MemoryUnit, drain the opposite of Options.KeepOffering, and caps how caps
-	// are guaranteed.
+	// unit is Options.MemoryUnit, drain the opposite of Options.KeepOffering, and caps how memory
+	// caps are guaranteed.
 	unit    gpu.MiB
 	drain   bool
 	caps    memcap.Level
 	front   *deviceplugin.FrontEnd
 	ledger  *ledger.Ledger
 	plugins Plugins
-	// latest is what the last round left.
+	// latest returns the last round's result.
 	latest func() *Snapshot
-	// choice is which partition of a file the node follows, and why none.
+	// choice returns the partition of a file that the node follows, or why there is none.
 	choice func(*config.File) (name string, unset status.Cause)
-	// claimed reports whether something is, or has been, offered through DRA.
+	// claimed reports whether the agent offers GPUs through DRA, or has done so.
 	claimed func() bool
 }
 
-// scene looks at the node: the last round's inventory and outcome, and the offer and the
-// allocations as they are now.
+// scene returns the last round's inventory and outcome, with the present offer and allocations.
 func (y *display) scene() *scene {
 	at := newScene(y.latest(), y.names, y.unit, y.front.Offer(), y.ledger.Allocations())
 	at.over = y.front.Over
@@ -97,7 +97,7 @@ func (y *display) status() status.Status {
 	return s
 }
 
-// show shows a scene, but for what can be had of it.
+// show returns the status of a scene, without what is free of each resource.
 func (y *display) show(at *scene) status.Status {
 	s := status.Status{
 		Driver:  at.snap.hardware.Inventory.Driver,
@@ -138,7 +138,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 		g.Mode = status.Mode(layout.Mode())
 	}
 	if counted := layout.Kind.Counted(); counted.Together() && layout.Has(counted) {
-		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps the unit that it has
+		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps its unit
 	}
 	switch {
 	case layout.Through(ledger.DRA):
@@ -164,7 +164,7 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	return g
 }
 
-// holdersOf shows who has something of a GPU.
+// holdersOf shows the allocations on a GPU.
 func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 	for i := range at.allocations {
 		c := &at.allocations[i]
@@ -198,7 +198,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 	return out
 }
 
-// count counts the devices that GPUs have on offer, of their resource and of MIG.
+// count fills in the number of devices that each GPU has on offer, of its resource and of MIG.
 func (at *scene) count(gpus []status.GPU) {
 	index := map[gpu.UUID]*status.GPU{}
 	for i := range gpus {
@@ -232,15 +232,15 @@ func (at *scene) count(gpus []status.GPU) {
 	}
 }
 
-// lingers reports whether a device is not of its GPU's layout: it is of the one before, and
-// still listed.
+// lingers reports whether a device belongs to an earlier layout of its GPU and is only still
+// listed.
 func lingers(id string, layout plan.Layout) bool {
 	_, n, err := timeslice.ParseID(id)
 	return err == nil && n >= layout.N && layout.Kind.Shared()
 }
 
-// countClaims counts what a GPU has for claims, in the pieces of its layout; those of a
-// dynamic one are its memory units.
+// countClaims fills in what a GPU has for DRA claims, in the units of its layout. Those of a
+// dynamic GPU are its memory units.
 func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 	if !layout.Counts() {
 		for _, dev := range at.forClaims(gpu.UUID(g.UUID)) {
@@ -261,7 +261,7 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 		for j := range at.allocations[i].Grants {
 			switch of := &at.allocations[i].Grants[j]; {
 			case string(of.GPU) != g.UUID || !layout.Has(of.Kind()) || of.NoRoom:
-			case layout.Dynamic && of.Kind().InMIG(): // by its part of the memory slices
+			case layout.Dynamic && of.Kind().InMIG(): // the instance's part of the memory slices
 				width := at.snap.hardware.Inventory.ByUUID(of.GPU).MIG.MemorySlices()
 				g.Used += (piece.At(of.Piece).Size*layout.N + width - 1) / max(width, 1)
 			case layout.Dynamic && of.Kind().Alone():
@@ -284,8 +284,9 @@ func (at *scene) cordoned(u gpu.UUID) bool {
 	})
 }
 
-// forClaims are the MIG devices that a GPU offers through DRA, as the other front-end would
-// list them: healthy where no claim is on their memory slices, and nobody keeps pods off.
+// forClaims returns the MIG devices that a GPU offers through DRA, in the form of the device
+// plugin's list. A device is healthy if no claim has any of its memory slices and the GPU is not
+// cordoned.
 func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 	layout := at.snap.shape.Layouts[u]
 	if !layout.Through(ledger.DRA) || !layout.InMIG() {
@@ -305,8 +306,7 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 	return out
 }
 
-// mig shows a GPU's MIG devices: those that stand and those on offer. It is nil where
-// there are none.
+// mig shows a GPU's MIG devices: those that exist and those on offer. It is nil if there are none.
 func (at *scene) mig(d *gpu.Device) *status.MIG {
 	layout := at.snap.shape.Layouts[d.UUID]
 	offers := layout.InMIG()
@@ -332,7 +332,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 				s = newPlacement(dev.ID, dev.Placement)
 			}
 			if s.State = at.placementState(dev, s); s.State == "" {
-				continue // lingers in the list
+				continue // only still listed
 			}
 			placements[dev.ID] = s
 			s.Resource, s.Reason = resource, dev.Reason
@@ -382,8 +382,8 @@ func (at *scene) standing(d *gpu.Device) map[string]*status.Placement {
 	return out
 }
 
-// placementState is the state of a listed MIG device, of which s shows the instance, if it
-// stands; empty where the device merely lingers in the list.
+// placementState returns the state of a listed MIG device. s shows its instance, if there is one.
+// The state is empty if the device is only still listed.
 func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) string {
 	layout, stands := at.snap.shape.Layouts[dev.GPU], s.UUID != ""
 	switch {
@@ -401,7 +401,7 @@ func (at *scene) placementState(dev *deviceplugin.Device, s *status.Placement) s
 		return status.PlacementLeaving
 	case s.State == status.PlacementForeign:
 		return status.PlacementForeign
-	case stands, slices.Contains(layout.Placements, dev.Placement): // its room is promised to somebody
+	case stands, slices.Contains(layout.Placements, dev.Placement): // other allocations need its room
 		return status.PlacementCovered
 	}
 	return ""
@@ -419,8 +419,8 @@ func (y *display) ready() error {
 	return nil
 }
 
-// stuckAfter is longer than the loop sleeps, by more than any round can take: each
-// thing that a round waits for has a deadline.
+// stuckAfter is the longest time between two rounds of a working loop: its longest sleep, and more
+// than any round takes, since each wait in a round has a deadline.
 const stuckAfter = inventoryEvery + 5*time.Minute
 
 // healthy is Agent.Healthy.

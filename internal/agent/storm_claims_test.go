@@ -569,7 +569,7 @@ func (c *stormClaims) checkRunning(when string, o *stormContainer, layouts map[g
 	s, p := c.s, o.pod.claim
 	for i, key := range p.keys {
 		g := &p.grants[i][0]
-		sick := s.agent.loop.reader.inv == nil || (&ground{inv: s.agent.loop.reader.inv}).faulty(g.GPU) || s.unheard
+		sick := s.agent.loop.reader.inv == nil || (&fileInputs{inv: s.agent.loop.reader.inv}).faulty(g.GPU) || s.unheard
 		went := s.attack.went[key] && !s.agent.loop.reader.answered
 		s.attack.went[key] = s.specs[key] == nil && (sick || went)
 		if s.specs[key] == nil && p.pod.active && !sick && !went {

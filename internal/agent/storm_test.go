@@ -772,13 +772,13 @@ func (s *storm) step() {
 	case n >= 100 && n < 103: // GPUs that fail, leave and come back
 		u := uuid(s.rng.IntN(s.gpus))
 		s.locked(func() { s.trouble[u] = []string{"", "", "GPU is lost", "gone"}[s.rng.IntN(4)]; s.done["troubles"]++ })
-		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.loop.reader.faults.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 103:
 		s.locked(func() {
 			s.mute = []error{nil, fmt.Errorf("init: %w", gpu.ErrNoDriver)}[s.rng.IntN(2)]
 			s.hangs = s.mute == nil && !s.hangs
 		})
-		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+		s.agent.loop.reader.faults.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	case n == 104:
 		s.locked(func() { u := uuid(s.rng.IntN(s.gpus)); s.foreign[u] = !s.foreign[u] && s.rng.IntN(2) == 0 })
 	case n == 105:
@@ -902,7 +902,7 @@ func (s *storm) step() {
 		if s.rng.IntN(2) == 0 {
 			s.resetGPUs() // of the faults before
 		}
-		s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
+		s.agent.loop.reader.faults.(*faults).onEvent(gpu.Event{Kind: gpu.EventXid, GPU: u, Xid: []uint64{13, 48, 94, 79}[s.rng.IntN(4)], GI: -1, CI: -1})
 		s.locked(func() { s.done["faults"]++ })
 	case n < 95:
 		s.locked(func() { s.down = !s.down })
@@ -941,7 +941,7 @@ func (s *storm) heal() {
 		clear(s.trouble)
 		clear(s.foreign)
 	})
-	s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+	s.agent.loop.reader.faults.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 	s.resetGPUs()
 }
 
@@ -1046,7 +1046,7 @@ func (s *storm) check(when string) {
 		}
 		for resource, ids := range c.ids {
 			sick := s.agent.loop.reader.inv == nil || slices.ContainsFunc(ids, func(id string) bool {
-				return (&ground{inv: s.agent.loop.reader.inv}).faulty(gpu.UUID(strings.Split(id, "::")[0]))
+				return (&fileInputs{inv: s.agent.loop.reader.inv}).faulty(gpu.UUID(strings.Split(id, "::")[0]))
 			}) || s.unheard
 			// A file that went with its GPU's failure is made again by who has read the
 			// driver.
@@ -1282,7 +1282,7 @@ func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 		u := s.agent.Allocations()[0].GPUs()[0]
 		trouble := func(why string) {
 			s.locked(func() { s.trouble[u] = why })
-			s.agent.loop.reader.told.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
+			s.agent.loop.reader.faults.(*faults).onEvent(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 		}
 		trouble("GPU is lost")
 		look("lost")

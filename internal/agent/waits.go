@@ -11,62 +11,59 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// ground is what the files of allocations follow from beside the ledger, as it is at one moment
-// of a round. It is a value: nothing of it is changed.
-type ground struct {
+// fileInputs has all that the CDI files of allocations depend on beside the ledger, at one moment
+// of a round. So the gatekeeper needs neither the reader nor the executor. It is immutable.
+type fileInputs struct {
 	inv *gpu.Inventory
-	// parts are nil where it is not known what containers need; partsErr is why.
+	// parts are nil if it is not known what containers need. partsErr is why; nil before the first
+	// try.
 	parts    *parts
 	partsErr error
-	// absent is why the driver is not to be had, zero where it is.
+	// absent is why the driver cannot be used, zero if it can.
 	absent  status.Cause
 	layouts map[gpu.UUID]plan.Layout
-	// working is the work under way.
+	// working is the work that runs now, by GPU.
 	working map[gpu.UUID]*plan.Work
-	// sliced reports whether the driver has been asked for the time slice of a grant.
+	// sliced reports whether the driver was asked for the time slice of a grant.
 	sliced func(ledger.Grant) bool
-	// heard says that the witnesses have once said who holds what, and unheard is why they last
-	// did not.
+	// heard is Witnesses.Heard. unheard is why the witnesses last did not answer; nil if they did.
 	heard   bool
 	unheard error
 }
 
-// ground is what files follow from now.
-func (l *loop) ground() *ground {
-	return &ground{inv: l.reader.inv, parts: l.gates.supplies.parts, partsErr: l.gates.supplies.err,
-		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.stands,
+// fileInputs returns the present state.
+func (l *loop) fileInputs() *fileInputs {
+	return &fileInputs{inv: l.reader.inv, parts: l.gates.driverFiles.parts, partsErr: l.gates.driverFiles.err,
+		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.wasAsked,
 		heard: l.witnesses.Heard(), unheard: l.witnesses.Err()}
 }
 
-// unsliced reports whether the driver has yet to be asked for a time slice that an
-// allocation has.
-func (on *ground) unsliced(c *ledger.Allocation) bool {
+// unsliced reports whether the driver still has to be asked for a time slice of an allocation.
+func (on *fileInputs) unsliced(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !on.sliced(g) })
 }
 
-// faulty reports whether the driver cannot say what a container would need of a
-// GPU.
-func (on *ground) faulty(u gpu.UUID) bool {
+// faulty reports whether the driver cannot tell what a container would need of a GPU.
+func (on *fileInputs) faulty(u gpu.UUID) bool {
 	d := on.inv.ByUUID(u)
 	return d == nil || d.Fault != ""
 }
 
-// unread reports whether this process has not seen yet what stands on a GPU.
-func (on *ground) unread(u gpu.UUID) bool {
+// unread reports whether this process has not read the instances of a GPU yet.
+func (on *fileInputs) unread(u gpu.UUID) bool {
 	d := on.inv.ByUUID(u)
 	return d != nil && d.Fault == "" && !d.MIG.Capable
 }
 
-// correct puts right what the plan says to those who wait for an instance, where the
-// work for it was not begun. unsaved is why what is to be done could not be written
-// down.
-func (on *ground) correct(changes *plan.Changes, unsaved error) {
+// correct corrects the plan's reasons for allocations that wait for an instance whose work has not
+// begun. unsaved is why the state could not be saved, nil if it was.
+func (on *fileInputs) correct(changes *plan.Changes, unsaved error) {
 	for i := range changes.Work {
 		w := &changes.Work[i]
 		if w.Allocation == "" || on.working[w.GPU] != nil {
 			continue
 		}
-		why := status.Why(status.GPUChange, "the work is due") // in a moment, since something has come between
+		why := status.Why(status.GPUChange, "the work is due") // by a later round, since something has come between
 		switch {
 		case on.absent != (status.Cause{}):
 			why = on.absent
@@ -84,9 +81,9 @@ func (on *ground) correct(changes *plan.Changes, unsaved error) {
 	}
 }
 
-// shutBecause says why an allocation's container may not be made yet, zero where nothing
-// stands against it, or where the plan has to say what does.
-func (on *ground) shutBecause(c *ledger.Allocation) (none status.Cause) {
+// shutBecause returns why an allocation's container may not be created yet. The pod's Event has
+// that reason. It is zero if there is no reason, or if the plan has it.
+func (on *fileInputs) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	unknown := func(what string) status.Cause {
 		why := on.absent
 		if why.Reason == "" {
@@ -117,9 +114,8 @@ func (on *ground) shutBecause(c *ledger.Allocation) (none status.Cause) {
 	return none
 }
 
-// tellWaiting tells the ledger why allocations are not ready, for the pods that wait,
-// and clears what is over. What failed for an allocation stays until it is tried again: failed
-// reports that.
+// tellWaiting tells the ledger why allocations are not ready, and clears reasons that are over. The
+// reason of failed work stays until the work is tried again, which failed reports.
 func (k *gatekeeper) tellWaiting(trouble map[string]status.Cause, failed func(id string) bool) {
 	for _, c := range k.ledger.Allocations() {
 		if why := trouble[c.ID]; !c.IsOpen() && why != c.Cause && (why != (status.Cause{}) || !failed(c.ID)) {

@@ -26,68 +26,68 @@ import (
 )
 
 const (
-	// workPauseMax bounds the pause after work that failed: it begins with
+	// workPauseMax bounds the pause after work for the partition failed. The pause begins with
 	// backOffMin and doubles.
 	workPauseMax = 5 * time.Minute
-	// wishPauseMax is the same for an instance that a container waits for: some
-	// tries for each of the kubelet's, which comes back after half a minute.
+	// wishPauseMax is the same for an instance that a container waits for. The kubelet starts the
+	// container again after half a minute, so there are some tries for each of its starts.
 	wishPauseMax = 10 * time.Second
-	// mostFailures is after how many failures in a row a placement is withdrawn, and
-	// failingFor for how long, unless something is made on its GPU meanwhile. A placement
-	// that the driver has refused so often stays withdrawn then, too: that others can be
-	// made says nothing of it.
+	// mostFailures is the number of failures in a row after which a placement is withdrawn, with
+	// an Event.
+	// failingFor is how long it stays withdrawn. It ends earlier if work on its GPU succeeds. If
+	// the driver itself refused the placement that often, only making this placement ends it
+	// earlier: that others can be made is no sign that it can.
 	mostFailures = 3
 	failingFor   = 10 * time.Minute
-	// busySoon is how often GPUs are read while a change or a container waits for
-	// processes that no allocation covers, and busyLook the same while such processes
-	// merely keep instances from being given out: nothing tells when they end.
+	// busySoon is the age at which a reading of the GPUs is renewed while a change or a container
+	// waits for processes without an allocation to end. busyLook is the same while such processes
+	// only keep instances from being given out. No event tells when they end.
 	busySoon = 2 * time.Second
 	busyLook = 15 * time.Second
 )
 
-// errResetDue says that a GPU's mode is set and comes into force with a reset or a
-// reboot, which somebody else has to see to.
+// errResetDue means that a GPU's MIG mode is set, but comes into force only with a reset or reboot,
+// which the operator has to do.
 var errResetDue = errors.New("a reset or a reboot is due")
 
-// errPlanAgain says that a GPU has changed since the plan was made. Nothing has been
-// done to it.
+// errPlanAgain means that a GPU has changed since the plan was made. The job has not touched it.
 var errPlanAgain = errors.New("the GPU has changed since the plan")
 
-// job is work under way.
+// job is work that runs now.
 type job struct {
 	plan.Work
-	// now is the step under way, for status.
+	// now is the present step, for the status; nil before the first.
 	now atomic.Pointer[string]
 }
 
-// destroys reports whether work, nil for none, takes an instance away.
+// destroys reports whether work destroys the instance at s. Work may be nil.
 func destroys(w *plan.Work, s mig.Placement) bool {
 	return w != nil && slices.Contains(w.Steps, mig.Step{Op: mig.Destroy, Placement: s})
 }
 
-// switches reports whether work, nil for none, changes the MIG mode.
+// switches reports whether work changes the MIG mode. Work may be nil.
 func switches(w *plan.Work) bool {
 	return w != nil && slices.ContainsFunc(w.Steps, func(s mig.Step) bool {
 		return s.Op == mig.Enable || s.Op == mig.Disable
 	})
 }
 
-// result is what became of a job.
+// result is the outcome of a job.
 type result struct {
 	*job
-	// mig is what is true of the GPU now, if read is nil.
+	// mig is the GPU's state after the job, valid if read is nil. read is why it could not be read.
 	mig  gpu.MIG
 	read error
-	// err is why the step failed; undone is what was put back then, and stuck why
-	// that was not all.
+	// err is why the job failed, nil if it did not, and failed is the step that failed. undone are
+	// the steps that were taken to put the GPU back, and stuck is why some of these failed.
 	err    error
 	failed mig.Step
 	undone []mig.Step
 	stuck  error
 }
 
-// failure tells one failure from another, so that the same is said once: the step, the
-// kind of error, and whether the GPU could be put back.
+// failure identifies a kind of failure, so that a repeated one causes no second Event: the failed
+// step, the kind of error, and whether the GPU could not be put back.
 type failure struct {
 	step  mig.Step
 	kind  error
@@ -102,10 +102,9 @@ func (r *result) failure() failure {
 	return f
 }
 
-// refused reports whether the driver has refused what an instance needs that an allocation
-// waits for: to make it, or to destroy another one. The driver has answered, and what it
-// said is not of itself or the whole GPU. To refuse another MIG mode is none of that, since
-// a reset may be due.
+// refused reports whether the driver refused to make the instance that an allocation waits for, or
+// to destroy one that is in its way. An error that concerns the driver itself or the whole GPU is
+// no refusal. Neither is a failed change of the MIG mode, since it may only wait for a reset.
 func (r *result) refused() bool {
 	if r.Placement == (mig.Placement{}) || r.failed.Op != mig.Create && r.failed.Op != mig.Destroy {
 		return false
@@ -114,17 +113,17 @@ func (r *result) refused() bool {
 	case gpu.ErrInUse, gpu.ErrNoRoom, gpu.ErrNotSupported, gpu.ErrNoPermission, gpu.ErrInvalid, gpu.ErrDriver:
 		return true
 	}
-	return false // it did not answer, was lost or loaded anew, or the process ends
+	return false // no answer, GPU lost, driver reloaded, or the process ends
 }
 
 // rest is a pause after work that failed.
 type rest struct {
 	until time.Time
 	pause wait.Backoff
-	// gen is the partition that it was for: another one is tried at once.
+	// gen is the generation of the partition that the work was for. Another one is tried at once.
 	gen uint64
 	err error
-	of  failure // tells err from the one before
+	of  failure // the kind of err
 }
 
 func (r *rest) fail(err error, gen uint64, most time.Duration, now time.Time) {
@@ -134,66 +133,68 @@ func (r *rest) fail(err error, gen uint64, most time.Duration, now time.Time) {
 	r.until, r.gen, r.err = now.Add(r.pause.Step()), gen, err
 }
 
-// backOff begins with backOffMin and doubles up to most.
+// backOff returns pauses that begin with backOffMin and double up to most.
 func backOff(most time.Duration) wait.Backoff {
 	return wait.Backoff{Duration: backOffMin, Factor: 2, Cap: most, Steps: math.MaxInt}
 }
 
-// failing is a placement that could not be made, or without one the MIG mode of a dynamic
+// failing is a placement that could not be made. A zero placement means the MIG mode of a dynamic
 // GPU.
 type failing struct {
 	n int
-	// refusals are those failures that were refusals of the driver.
+	// refusals is the number of the n failures that were refusals of the driver.
 	refusals int
 	until    time.Time
 	why      status.Cause
 }
 
-// executor does on the hardware what was planned, on each GPU one job at a time, and
-// remembers what came of it. A job has a goroutine of its own, which calls execute
-// and what that calls; everything else is for the loop's goroutine. Use newExecutor.
+// executor does the planned work on the hardware, one job at a time on each GPU, and remembers the
+// results. While a job runs, the GPU's offer stays as it was published, without the withdrawn
+// devices. execute and what it calls run in the goroutine of a job; everything else belongs to the
+// loop's goroutine. Use newExecutor.
 type executor struct {
 	driver   Driver
 	observer Observer
 	ledger   *ledger.Ledger
 	log      *slog.Logger
-	// cut is told of each step that was tried.
-	cut func(gpu.UUID, mig.Step, error)
-	// event sends an Event, and wake has a round come when a job has ended.
+	// recordStep records each step that was tried.
+	recordStep func(gpu.UUID, mig.Step, error)
+	// event sends an Event. wake starts a round when a job has ended.
 	event func(workload.Pod, agentkube.EventType, string, string)
 	wake  func()
-	// wasReset tells that a GPU has been reset.
+	// wasReset is called when the executor has reset a GPU.
 	wasReset func(gpu.UUID)
 	// neverReset, reclaim and idleTTL are Options.NeverReset, ReclaimForeign and IdleTTL.
 	neverReset, reclaim bool
 	idleTTL             time.Duration
 
 	mu      sync.Mutex
-	results []result // guarded by mu; of jobs that have ended
+	results []result // guarded by mu; of ended jobs that the loop has not taken in
 
 	// The rest belongs to the loop's goroutine.
 
-	// jobs are under way; endedAt is when the last one of a GPU ended: what was read
-	// of it before is out of date.
+	// jobs are those that run now. endedAt is when the last job of a GPU ended; earlier readings of
+	// the GPU are out of date.
 	jobs    map[gpu.UUID]*job
 	endedAt map[gpu.UUID]time.Time
-	// rests are pauses after work that failed, for an allocation's wish or, where that names
-	// no allocation, for the partition; failing are the placements that could not be made.
+	// rests are pauses after failed work. The key names the placement of an allocation, or only the
+	// GPU for the partition's work. failing are the placements that could not be made.
 	rests   map[plan.Want]*rest
 	failing map[mig.Place]*failing
-	// mine are the MIG instances that are the agent's, and idle is since when
-	// nobody has those on demand.
+	// mine are the agent's own MIG instances: those that it made, those that an allocation has, and
+	// those that the partition's geometry keeps. idle is since when an instance on demand has had
+	// no holder.
 	mine map[gpu.UUID]map[mig.Placement]bool
 	idle map[mig.Place]time.Time
-	// busyLook is how often GPUs are read for the sake of processes that no allocation
-	// covers, 0 where there are none.
+	// busyLook is the age at which GPUs are read again because of processes without an allocation;
+	// 0 if there are none.
 	busyLook time.Duration
 }
 
-func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig.Step, error),
+func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, recordStep func(gpu.UUID, mig.Step, error),
 	wasReset func(gpu.UUID), wake func()) *executor {
 	e := &executor{
-		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, cut: cut, wasReset: wasReset, wake: wake,
+		driver: w.Driver, observer: w.Observer, ledger: l, log: o.Log, recordStep: recordStep, wasReset: wasReset, wake: wake,
 		neverReset: o.NeverReset, reclaim: o.ReclaimForeign, idleTTL: o.IdleTTL,
 		event:   func(workload.Pod, agentkube.EventType, string, string) {},
 		jobs:    map[gpu.UUID]*job{},
@@ -208,7 +209,7 @@ func newExecutor(o *Options, w *Worlds, l *ledger.Ledger, cut func(gpu.UUID, mig
 	return e
 }
 
-// seen takes in a reading: an instance that is gone is forgotten.
+// seen takes in a reading. It drops instances that no longer exist from mine.
 func (e *executor) seen(inv *gpu.Inventory) {
 	for i := range inv.GPUs {
 		if d := &inv.GPUs[i]; d.Fault == "" && d.MIG.Capable && e.jobs[d.UUID] == nil {
@@ -217,8 +218,8 @@ func (e *executor) seen(inv *gpu.Inventory) {
 	}
 }
 
-// unsettled reports whether something is being done to a GPU, or was after began: who
-// read it then may have seen it in the middle of that.
+// unsettled reports whether a job on a GPU runs, or ended after began. A reading that began then
+// may show the GPU in the middle of a change.
 func (e *executor) unsettled(u gpu.UUID, began time.Time) bool {
 	return e.jobs[u] != nil || e.endedAt[u].After(began)
 }
@@ -231,21 +232,21 @@ func (e *executor) own(u gpu.UUID, s mig.Placement) {
 	e.mine[u][s] = true
 }
 
-// disown forgets the instances of a GPU that are gone: what somebody else makes in
-// their places is foreign.
+// disown drops the instances of a GPU that no longer exist from mine. What others make at the same
+// placements is foreign.
 func (e *executor) disown(d *gpu.Device) {
 	maps.DeleteFunc(e.mine[d.UUID], func(s mig.Placement, _ bool) bool {
 		return !slices.ContainsFunc(d.MIG.Instances, func(in gpu.Instance) bool {
 			at, err := mig.PlacementOf(&in)
-			// An empty GPU instance is what is left of a device that was in it.
+			// An empty GPU instance is what is left of a compute instance that was in it.
 			return err == nil && (at == s || in.CI < 0 && at.GPUInstance() == s.GPUInstance())
 		})
 	})
 }
 
-// due picks the work that is to be begun now; gen counts the partitions. Before the
-// witnesses have been heard once, nothing is taken away: what this process has read
-// of its predecessor's may be short of a holder.
+// due returns the work that may begin now. gen is the generation of the partition. Before the
+// witnesses have answered once, nothing is taken away: the saved state of the last process may lack
+// a holder.
 func (e *executor) due(work []plan.Work, gen uint64, heard bool, now time.Time) []plan.Work {
 	return slices.DeleteFunc(slices.Clone(work), func(w plan.Work) bool {
 		if !heard && w.Takes() {
@@ -256,14 +257,14 @@ func (e *executor) due(work []plan.Work, gen uint64, heard bool, now time.Time) 
 	})
 }
 
-// withdraws reports whether work takes something away that is on offer: then that
-// is withdrawn first, and everybody is asked again.
+// withdraws reports whether work takes devices away that are on offer. Then the round first
+// withdraws them and plans again. Work for the partition counts as such.
 func withdraws(work []plan.Work) bool {
 	return slices.ContainsFunc(work, func(w plan.Work) bool { return w.Allocation == "" })
 }
 
-// ownMade makes what is to be made the agent's own. That is done and written down
-// before it is made: a successor must not take it for somebody else's.
+// ownMade marks the instances that work will create as the agent's. The round saves this before
+// they are made, or the next process could take them for foreign ones.
 func (e *executor) ownMade(work []plan.Work) {
 	for _, w := range work {
 		for _, s := range w.Steps {
@@ -274,7 +275,7 @@ func (e *executor) ownMade(work []plan.Work) {
 	}
 }
 
-// begin has work done beside the loop, on each GPU for itself.
+// begin starts a job for each GPU, beside the loop.
 func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Work) {
 	if plan := workText(inv, work); plan != "" {
 		e.event(workload.Pod{}, agentkube.Normal, string(status.GPUChange), plan)
@@ -294,12 +295,13 @@ func (e *executor) begin(ctx context.Context, inv *gpu.Inventory, work []plan.Wo
 	}
 }
 
-// execute does a job's steps in order. Where one fails, what was done is undone: the
-// GPU is as it was, or as near to that as the driver lets it be.
+// execute does a job's steps in order. If one fails, it undoes the earlier ones in reverse order,
+// as far as the driver permits. It undoes nothing if only a reset is missing. At the end it reads
+// the GPU.
 func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 	r := result{job: j}
-	// Others may have been at the GPU since it was read, and numbers of instances
-	// come back: what the plan is of is looked at once more.
+	// Others may have changed the GPU since it was read, and instance numbers are reused. So check
+	// that the GPU is still as it was planned for.
 	m, err := e.driver.MIG(ctx, d.UUID)
 	if err != nil {
 		r.err = fmt.Errorf("look at %s before the change: %w", d.Name(), err)
@@ -307,14 +309,14 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 		return r
 	}
 	at := m.Instances
-	if !sameInstances(at, d.MIG.Instances) || onItsWay(at, j.Steps) {
+	if !sameInstances(at, d.MIG.Instances) || becameBusy(at, j.Steps) {
 		r.mig, r.err = m, errPlanAgain
 		return r
 	}
 	var done []mig.Step
 	for _, s := range j.Steps {
 		if r.err = ctx.Err(); r.err != nil {
-			return r // the process ends: its successor looks at what there is
+			return r // the process ends, and the next one reads the GPU
 		}
 		if r.err = e.step(ctx, j, &d, at, s); r.err != nil {
 			r.failed = s
@@ -323,7 +325,7 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 		done = append(done, s)
 	}
 	if r.err != nil {
-		if m, err := e.driver.MIG(ctx, d.UUID); err == nil && happened(&m, &r.failed) {
+		if m, err := e.driver.MIG(ctx, d.UUID); err == nil && tookEffect(&m, &r.failed) {
 			done = append(done, r.failed)
 		}
 	}
@@ -348,7 +350,7 @@ func (e *executor) execute(ctx context.Context, j *job, d gpu.Device) result {
 	return r
 }
 
-// sameInstances reports whether the same instances stand.
+// sameInstances reports whether two readings of a GPU have the same instances.
 func sameInstances(a, b []gpu.Instance) bool {
 	return slices.EqualFunc(a, b, func(x, y gpu.Instance) bool {
 		return x.Profile == y.Profile && x.Placement == y.Placement &&
@@ -356,17 +358,17 @@ func sameInstances(a, b []gpu.Instance) bool {
 	})
 }
 
-// onItsWay reports whether a process has come onto an instance that is to go.
-func onItsWay(at []gpu.Instance, steps []mig.Step) bool {
+// becameBusy reports whether a process runs on an instance that the steps destroy.
+func becameBusy(at []gpu.Instance, steps []mig.Step) bool {
 	return slices.ContainsFunc(steps, func(s mig.Step) bool {
 		in := mig.Find(at, s.Placement)
 		return s.Op == mig.Destroy && in != nil && in.Busy
 	})
 }
 
-// happened reports whether a step that failed has had an effect all the same: it
-// failed half way, or what failed was the look at what it came to.
-func happened(m *gpu.MIG, s *mig.Step) bool {
+// tookEffect reports whether a failed step has had an effect: the driver failed half way, or failed
+// only to read the result.
+func tookEffect(m *gpu.MIG, s *mig.Step) bool {
 	in := mig.Find(m.Instances, s.Placement)
 	switch s.Op {
 	case mig.Destroy:
@@ -390,7 +392,8 @@ func inverse(s mig.Step) mig.Step {
 	return s
 }
 
-// step does one thing to a GPU on which at stands.
+// step does one step on a GPU with the instances at. To destroy an instance that does not exist is
+// no error.
 func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Instance, s mig.Step) error {
 	began := time.Now()
 	text := fmt.Sprintf("%s since %s", s.String(), began.UTC().Format(time.RFC3339))
@@ -417,15 +420,15 @@ func (e *executor) step(ctx context.Context, j *job, d *gpu.Device, at []gpu.Ins
 		profile = s.Placement.Profile.String()
 	}
 	e.observer.MIGStep(string(s.Op), profile, time.Since(began), err)
-	e.cut(d.UUID, s, err)
+	e.recordStep(d.UUID, s, err)
 	if err != nil {
 		return fmt.Errorf("GPU %d: %w", d.Index, err)
 	}
 	return nil
 }
 
-// switchMIG brings a GPU into MIG mode or out of it, with a reset of that GPU alone
-// where one is due.
+// switchMIG turns a GPU's MIG mode on or off, and resets that GPU if the mode needs it. The error
+// wraps errResetDue if the mode is set but a reset or reboot is still needed.
 func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error {
 	if err := e.driver.SetMIGMode(ctx, d.UUID, on); err != nil {
 		return err
@@ -448,7 +451,7 @@ func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error 
 	return err
 }
 
-// ended takes the results of the jobs that have ended.
+// ended returns the results of the jobs that have ended since the last call.
 func (e *executor) ended(now time.Time) []result {
 	e.mu.Lock()
 	results := e.results
@@ -461,8 +464,8 @@ func (e *executor) ended(now time.Time) []result {
 	return results
 }
 
-// learn takes in what a job came to: when what failed is tried again. d is the GPU as
-// it is now, and gen counts the partitions.
+// learn takes in the result of a job, and decides when failed work is tried again. d is the present
+// GPU, and gen the generation of the partition.
 func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.read == nil {
 		e.disown(d)
@@ -483,9 +486,9 @@ func (e *executor) learn(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 }
 
-// failed notes that a job did not come to its end.
+// failed notes that a job has failed.
 func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
-	refused := r.refused() // what is added to the error is of other steps
+	refused := r.refused() // before the errors of other steps are added
 	if len(r.undone) > 0 {
 		back := plan.Work{Steps: r.undone}
 		r.err = fmt.Errorf("%w; put back: %s", r.err, back.String())
@@ -517,10 +520,10 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	if r.Placement == (mig.Placement{}) { // the MIG mode of a dynamic GPU
 		reason := status.GPUChangeFailed
 		if errors.Is(r.err, errResetDue) {
-			reason, f.n = status.ResetDue, mostFailures // once tells what stands against it
+			reason, f.n = status.ResetDue, mostFailures // a second try would tell nothing new
 		}
 		f.why = status.Why(reason, "the MIG mode of %s could not be changed: %v", d.Name(), r.err)
-		message = fmt.Sprintf("%s; what needs the other mode is withdrawn for %s", f.why.Message, failingFor)
+		message = fmt.Sprintf("%s; devices that need the other mode are withdrawn for %s", f.why.Message, failingFor)
 	}
 	if had >= mostFailures || f.n < mostFailures {
 		return
@@ -533,8 +536,7 @@ func (e *executor) failed(r *result, d *gpu.Device, gen uint64, now time.Time) {
 	}
 }
 
-// orNew returns what a map has for a key, and puts a zero value there first where it
-// has nothing.
+// orNew returns the value of a key in a map. If there is none it first inserts a zero value.
 func orNew[K comparable, V any](m map[K]*V, key K) *V {
 	if m[key] == nil {
 		m[key] = new(V)
@@ -542,15 +544,15 @@ func orNew[K comparable, V any](m map[K]*V, key K) *V {
 	return m[key]
 }
 
-// failedFor reports whether something that an allocation waits for could not be made and
-// is tried again later.
+// failedFor reports whether something that an allocation waits for could not be made, and will be
+// tried again.
 func (e *executor) failedFor(allocation string) bool {
 	return slices.ContainsFunc(slices.Collect(maps.Keys(e.rests)), func(w plan.Want) bool {
 		return w.Allocation == allocation
 	})
 }
 
-// failingPlacements are those that are withdrawn, with the reason.
+// failingPlacements returns the placements that are withdrawn, with the reason.
 func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 	maps.DeleteFunc(e.failing, func(_ mig.Place, f *failing) bool { return !now.Before(f.until) })
 	out := map[mig.Place]status.Cause{}
@@ -562,15 +564,15 @@ func (e *executor) failingPlacements(now time.Time) map[mig.Place]status.Cause {
 	return out
 }
 
-// refusedPlacements are those of failingPlacements that the driver has refused so often
-// that what waits for them is to be had elsewhere.
+// refusedPlacements returns the failing placements that the driver itself refused mostFailures
+// times. What waits for them needs another placement or GPU.
 func (e *executor) refusedPlacements(now time.Time) map[mig.Place]status.Cause {
 	out := e.failingPlacements(now)
 	maps.DeleteFunc(out, func(at mig.Place, _ status.Cause) bool { return e.failing[at].refusals < mostFailures })
 	return out
 }
 
-// working is the work under way.
+// working returns the work that runs now, by GPU.
 func (e *executor) working() map[gpu.UUID]*plan.Work {
 	out := map[gpu.UUID]*plan.Work{}
 	for u, j := range e.jobs {
@@ -579,7 +581,7 @@ func (e *executor) working() map[gpu.UUID]*plan.Work {
 	return out
 }
 
-// input is what the plan must know of the work.
+// input returns the plan's input about MIG work.
 func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MIGInput {
 	in := plan.MIGInput{Made: e.mine, Working: e.working(), Expired: map[gpu.UUID][]mig.Placement{},
 		Deferred: map[plan.Want]bool{}, Stuck: map[gpu.UUID]status.Cause{},
@@ -606,8 +608,8 @@ func (e *executor) input(allocations []ledger.Allocation, now time.Time) plan.MI
 	return in
 }
 
-// planned takes in a plan: whose instances are, since when they have been idle, which
-// pauses are over since their GPU is what it shall be, and how often GPUs are to be read.
+// planned takes in a plan: the agent's own instances, since when idle ones have been idle, and how
+// often to read the GPUs. It ends the pauses of GPUs that need no work for the partition.
 func (e *executor) planned(changes *plan.Changes, now time.Time) {
 	for u, placements := range changes.Made {
 		for _, s := range placements {
@@ -635,8 +637,8 @@ func (e *executor) planned(changes *plan.Changes, now time.Time) {
 	}
 }
 
-// nextWork is when work that rests, a placement that is withdrawn or an instance that
-// is idle wants a round.
+// nextWork returns how long the loop may sleep before paused work, a withdrawn placement or an idle
+// instance needs a round. ok is false if none does.
 func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 	wait = inventoryEvery
 	soon := func(at time.Time) { wait, ok = min(wait, max(at.Sub(now), leastSleep)), true }
@@ -649,7 +651,7 @@ func (e *executor) nextWork(now time.Time) (wait time.Duration, ok bool) {
 		soon(f.until)
 	}
 	for _, since := range e.idle {
-		if at := since.Add(e.idleTTL); now.Before(at) { // never where it is zero
+		if at := since.Add(e.idleTTL); now.Before(at) { // never if idleTTL is zero
 			soon(at)
 		}
 	}

@@ -47,7 +47,7 @@ func TestHappened(t *testing.T) {
 		if c.op == mig.Destroy || c.op == mig.Create {
 			step.Placement = placement
 		}
-		if got := happened(&c.now, &step); got != c.want {
+		if got := tookEffect(&c.now, &step); got != c.want {
 			t.Errorf("%s: %v", c.name, got)
 		}
 	}

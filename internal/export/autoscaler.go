@@ -13,30 +13,30 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 )
 
-// InstanceType is the label by which autoscalers know what a node is.
+// InstanceType is the label by which autoscalers tell kinds of nodes apart.
 const InstanceType = "node.kubernetes.io/instance-type"
 
-// Autoscaler is an export to what makes nodes: what one that is not there yet will offer.
+// Autoscaler exports to programs that create nodes what a new node will offer.
 type Autoscaler struct {
-	// Domain is that of labels, ResourceDomain that of resources.
+	// Domain is the prefix of labels, ResourceDomain the prefix of resources.
 	Domain, ResourceDomain string
-	// Nodes are examples, one of each instance type at least. Those without an instance type
-	// are left out: nobody can make more of them.
+	// Nodes are examples, at least one of each instance type. Nodes without an instance type are
+	// left out, since an autoscaler cannot create more of them.
 	Nodes []Node
-	// NodePool limits NodeOverlays to one of Karpenter's NodePools; empty is all.
+	// NodePool limits NodeOverlays to one of Karpenter's NodePools. Empty means all.
 	NodePool string
 }
 
 // template is what a node of an instance type offers.
 type template struct {
 	instance, example string
-	// counts are how many devices the kubelet lists on an idle node, by full name, and labels
-	// those that the node must have from the start.
+	// counts are the numbers of devices that the kubelet lists on an idle node, by full name.
+	// labels are those that the node must have from the start.
 	counts []object
 	labels []object
 }
 
-// templates work out what each instance type offers.
+// templates works out what each instance type offers. The error has all that cannot be exported.
 func (a *Autoscaler) templates() ([]template, error) {
 	var out []template
 	var errs []error
@@ -51,8 +51,8 @@ func (a *Autoscaler) templates() ([]template, error) {
 		for i := range n.GPUs {
 			g := &n.GPUs[i]
 			if g.offers() && g.API == ledger.DRA {
-				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, of which an autoscaler knows "+
-					"nothing before the node is there: give the partition of nodes that it makes api device-plugin",
+				errs = append(errs, fmt.Errorf("%s: GPU %d is offered with api dra, and an autoscaler cannot count "+
+					"such devices before the node exists: give the partition of nodes that it makes api device-plugin",
 					n.Name, g.Index))
 				break
 			}
@@ -92,17 +92,18 @@ func (a *Autoscaler) templates() ([]template, error) {
 	return out, errors.Join(errs...)
 }
 
-// same compares lists of single fields.
+// same compares lists of objects with one field.
 func same(a, b []object) bool {
 	return slices.EqualFunc(a, b, func(a, b object) bool { return a[0] == b[0] })
 }
 
 const karpenterHead = `What nodes will offer, for Karpenter 1.8 (NodeOverlay, karpenter.sh/v1alpha1), by
 "gpu-agent export karpenter". It takes Karpenter's feature gate NodeOverlay=true.
-MIG on demand: the counts are of an idle node, and not all can be had together.
+MIG on demand: the counts are those of an idle node, and not all devices fit at the same time.
 Format: sigs.k8s.io/karpenter v1.8.0, pkg/apis/crds/karpenter.sh_nodeoverlays.yaml.`
 
-// Karpenter is a NodeOverlay for each instance type. The error has all that cannot be said.
+// Karpenter returns a NodeOverlay for each instance type. The error has all that cannot be
+// exported.
 func (a *Autoscaler) Karpenter() ([]byte, error) {
 	templates, err := a.templates()
 	if err != nil {
@@ -118,18 +119,19 @@ func (a *Autoscaler) Karpenter() ([]byte, error) {
 			name = flavorName("gpu-agent", a.NodePool, t.instance)
 			requirements = append(requirements, is("karpenter.sh/nodepool", a.NodePool))
 		}
-		says := "As on " + t.example + ".\nThe NodePool gives its nodes these labels (spec.template.metadata.labels):"
+		comment := "As on " + t.example +
+			".\nThe NodePool gives its nodes these labels (spec.template.metadata.labels):"
 		for _, l := range t.labels {
-			says += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
+			comment += fmt.Sprintf("\n  %s: %q", l[0].key, l[0].value)
 		}
 		out = append(out, document("karpenter.sh/v1alpha1", "NodeOverlay", object{{"name", name, ""}}, object{
-			{"requirements", inlined(requirements), ""}, {"capacity", slices.Concat(t.counts...), says},
+			{"requirements", inlined(requirements), ""}, {"capacity", slices.Concat(t.counts...), comment},
 		}))
 	}
 	return write(karpenterHead, out...)
 }
 
-// Form is where Cluster Autoscaler reads what a node will offer.
+// Form is a place where Cluster Autoscaler reads what a node will offer.
 type Form string
 
 // Forms.
@@ -139,18 +141,18 @@ const (
 	ClusterAPI Form = "cluster-api"
 )
 
-// Forms are all of them.
+// Forms are all forms.
 var Forms = []string{string(AWS), string(Azure), string(ClusterAPI)}
 
 const autoscalerHead = `What nodes of an empty group will offer, for Cluster Autoscaler, by
 "gpu-agent export cluster-autoscaler":
 %s.
-MIG on demand: the counts are of an idle node, and not all can be had together.
+MIG on demand: the counts are those of an idle node, and not all devices fit at the same time.
 Format: github.com/kubernetes/autoscaler at 55c37cd5eb55 (2026-08-22),
 cluster-autoscaler/cloudprovider/%s.`
 
-// ClusterAutoscaler is what each group of nodes is to be tagged with, in a form. The error
-// has all that cannot be said.
+// ClusterAutoscaler returns the tags for each group of nodes, in a form. The error has all that
+// cannot be exported.
 func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 	templates, err := a.templates()
 	if err != nil {
@@ -160,14 +162,14 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 	var errs []error
 	var where, source string
 	for _, t := range templates {
-		says := fmt.Sprintf("%s, as on %s", t.instance, t.example)
+		comment := fmt.Sprintf("%s, as on %s", t.instance, t.example)
 		var o object
 		switch form {
 		case AWS:
 			where, source = "tags of Auto Scaling groups", "aws/aws_manager.go"
 			o = tags(t, "k8s.io/cluster-autoscaler/node-template/", "/", func(key string) string { return key })
 		case Azure:
-			// Of resources it reads "~2" as "/" too, so there a "_" cannot be said.
+			// In resource names Azure reads "~2" as "/", too, and so cannot express "_".
 			where, source = "tags of Virtual Machine Scale Sets", "azure/azure_template.go"
 			if i := slices.IndexFunc(t.counts, func(o object) bool { return strings.Contains(o[0].key, "_") }); i >= 0 {
 				errs = append(errs, fmt.Errorf("%s: Azure's tags cannot name %s, since they read \"_\" as \"/\"",
@@ -194,7 +196,7 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 				{prefix + "labels", strings.Join(labels, ","), ""},
 			}
 		}
-		o[0].says = says
+		o[0].comment = comment
 		out = append(out, o)
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -203,7 +205,7 @@ func (a *Autoscaler) ClusterAutoscaler(form Form) ([]byte, error) {
 	return write(fmt.Sprintf(autoscalerHead, where, source), out...)
 }
 
-// tags are a template's in a form whose keys may have few characters.
+// tags returns a template's tags, in a form whose keys permit few characters.
 func tags(t template, prefix, between string, key func(string) string) (out object) {
 	for _, l := range t.labels {
 		out = append(out, field{prefix + "label" + between + key(l[0].key), l[0].value, ""})

@@ -12,47 +12,47 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Kueue is an export to Kueue 0.19: quotas of on-prem sites, which come first, and of clouds.
+// Kueue exports to Kueue 0.19: quotas of on-prem sites, which come first, and of clouds.
 type Kueue struct {
-	// Domain is that of labels and DeviceClasses, ResourceDomain that of resources.
+	// Domain is the prefix of labels and DeviceClasses, ResourceDomain the prefix of resources.
 	Domain, ResourceDomain string
 	Nodes                  []Node
-	// Clouds are the sites that cost money, in the order in which they are tried. All other
-	// sites are on-prem.
+	// Clouds are the sites that cost money, in the order of use. All other sites are on-prem.
 	Clouds []Cloud
 	Teams  []Team
-	// Topology lets Kueue look at what single nodes have left. It is left out, and the text
-	// says why, where that cannot work.
+	// Topology is true if Kueue is to check what single nodes have left. If that cannot work, the
+	// export has no topology, and a comment with the reason.
 	Topology bool
-	// Checks has the placer asked whether a workload has room. There is no topology then: both
-	// would choose nodes.
+	// Checks is true if Kueue is to ask the placer whether a workload has room. Then there is no
+	// topology, since both would choose nodes.
 	Checks bool
-	// Patience is how long a workload waits for room on-prem before a cloud is paid, 0 for not at all.
-	// It needs Checks.
+	// Patience is how long a workload waits for room on-prem before it may use a cloud. Zero means
+	// not at all. It needs Checks.
 	Patience time.Duration
-	// Claims says that pods ask for what goes through DRA by ResourceClaimTemplates, and not
-	// by the names of extended resources. Kueue takes one or the other.
+	// Claims is true if pods ask for DRA devices through ResourceClaimTemplates. Otherwise they ask
+	// through the names of extended resources. Kueue counts only one of these.
 	Claims bool
 }
 
-// Cloud is how much of a cloud may be used at a time.
+// Cloud is the limit on the use of a cloud at one time.
 type Cloud struct {
 	Site string
-	// Model and Mode are the values of the nodes' labels; both may be empty where the site
-	// has nodes of one kind only, or none yet.
+	// Model and Mode are the values of the nodes' labels. Both may be empty if the site has nodes
+	// of one kind only, or none yet.
 	Model, Mode string
-	// Limit is the most GPU memory that all teams may have there together.
+	// Limit is the largest amount of GPU memory that all teams may have there together.
 	Limit gpu.MiB
 }
 
-// Team is who gets a ClusterQueue, and a LocalQueue in the namespace of its name.
+// Team gets a ClusterQueue, and a LocalQueue in the namespace of its name.
 type Team struct {
 	Name string
-	// Share is its part of every quota, against the others'.
+	// Share is its part of each quota, relative to the other teams' shares; at least 1.
 	Share int
-	// OnPrem keeps the team's work off the clouds.
+	// OnPrem is true if the team's work must not use clouds.
 	OnPrem bool
-	// Urgent lets the team send jobs that take the room of others on-prem. It needs Checks.
+	// Urgent is true if the team may send jobs that take the room of others on-prem. It needs
+	// Checks.
 	Urgent bool
 }
 
@@ -62,7 +62,8 @@ const (
 	topology   = "gpus"
 	localQueue = "gpus"
 	hostname   = "kubernetes.io/hostname"
-	// urgent is the ClusterQueue of urgent jobs, the LocalQueue that leads there, and their class.
+	// urgent names the ClusterQueue of urgent jobs, the LocalQueue for it, and their priority
+	// class.
 	urgent      = "gpus-urgent"
 	urgentValue = 1000
 	currency    = "gpu-memory"
@@ -71,7 +72,7 @@ const (
 
 func (k *Kueue) siteLabel() string { return k.Domain + "/" + gpunode.Site }
 
-// resource is a resource's full name.
+// resource returns a resource's full name.
 func (k *Kueue) resource(name string) string { return k.ResourceDomain + "/" + name }
 
 const kueueHead = `GPU quotas for Kueue 0.19 (objects of kueue.x-k8s.io/v1beta2), by "gpu-agent export kueue".
@@ -79,15 +80,15 @@ Kueue counts GPUs like this only with what "gpu-agent export kueue --configurati
 its configuration: apply that first. Export again when nodes or partitions change.
 Format: sigs.k8s.io/kueue v0.19.0, config/components/crd/bases.`
 
-// Objects are the ResourceFlavors, the Topology, ClusterQueues and LocalQueues, to be
-// applied. The error has all that cannot be said.
+// Objects returns the ResourceFlavors, the Topology, ClusterQueues and LocalQueues to apply. The
+// error has all that cannot be exported.
 func (k *Kueue) Objects() ([]byte, error) {
 	b, err := k.book()
 	if err != nil {
 		return nil, err
 	}
 	var out []any
-	tas := k.Topology && !k.Checks && b.apart == ""
+	tas := k.Topology && !k.Checks && b.noTopology == ""
 	if tas {
 		levels := []object{{{"nodeLabel", k.siteLabel(), ""}}, {{"nodeLabel", hostname, ""}}}
 		out = append(out, document(kueueAPI, "Topology", object{{"name", topology, ""}}, object{
@@ -96,7 +97,7 @@ func (k *Kueue) Objects() ([]byte, error) {
 		}))
 	}
 	for i := range b.flavors {
-		out = append(out, k.flavor(&b.flavors[i], tas, b.apart))
+		out = append(out, k.flavor(&b.flavors[i], tas, b.noTopology))
 	}
 	for i := range k.Teams {
 		team := k.Teams[i].Name
@@ -108,7 +109,8 @@ func (k *Kueue) Objects() ([]byte, error) {
 	return write(kueueHead, append(out, k.urgent(b)...)...)
 }
 
-// urgent is what jobs need that take the room of others; nothing where no team may send any.
+// urgent returns the objects for jobs that take the room of others; nil if no team may send such
+// jobs.
 func (k *Kueue) urgent(b *book) (out []any) {
 	var teams []string
 	for _, t := range k.Teams {
@@ -132,7 +134,7 @@ func (k *Kueue) urgent(b *book) (out []any) {
 		{"apiVersion", kueueAPI, ""}, {"kind", "WorkloadPriorityClass", ""},
 		{"metadata", object{{"name", urgent, "Jobs name it in the label kueue.x-k8s.io/priority-class."}}, ""},
 		{"value", urgentValue, "Jobs of a lower priority make room, if they came through queues with the " +
-			"placer's checks.\nWho names no class has 0."},
+			"placer's checks.\nA job that names no class has 0."},
 		{"description", "takes the room of other jobs", ""},
 	})
 	theirs := []object{
@@ -143,10 +145,10 @@ func (k *Kueue) urgent(b *book) (out []any) {
 		{"namespaceSelector", object{{"matchExpressions", theirs, ""}}, ""},
 		{"queueingStrategy", "BestEffortFIFO", ""},
 		{"resourceGroups", []object{{{"coveredResources", k.covered(b), ""}, {"flavors", flavors, ""}}},
-			"All that there is on-prem, once more, and in no cohort: so Kueue always has quota, and ends\n" +
-				"nobody by its own choice."},
+			"All on-prem devices a second time, in no cohort: so Kueue always has quota, and ends no job\n" +
+				"by its own choice."},
 		{"admissionChecksStrategy", object{{"admissionChecks", checks, ""}},
-			"Answered by the placer (deployments/placer/kueue), which ends those who are in the way."},
+			"Answered by the placer (deployments/placer/kueue), which ends the jobs that are in the way."},
 	}))
 	for _, name := range teams {
 		meta := object{{"namespace", name, ""}, {"name", urgent, ""}}
@@ -155,7 +157,7 @@ func (k *Kueue) urgent(b *book) (out []any) {
 	return out
 }
 
-// covered are the resources that queues have quotas of.
+// covered returns the resources that queues have quotas of.
 func (k *Kueue) covered(b *book) []string {
 	resources := []string{k.resource(currency)}
 	for _, name := range b.covered {
@@ -164,7 +166,7 @@ func (k *Kueue) covered(b *book) []string {
 	return resources
 }
 
-// quotas are those of a flavor, of whose counts a queue has a part.
+// quotas returns a flavor's quotas for a queue. part returns the queue's part of a count.
 func (k *Kueue) quotas(b *book, part func(count int) int, memory gpu.MiB, counts map[string]int) []object {
 	out := []object{{{"name", k.resource(currency), ""}, {"nominalQuota", memory, ""}}}
 	for _, name := range b.covered {
@@ -173,25 +175,26 @@ func (k *Kueue) quotas(b *book, part func(count int) int, memory gpu.MiB, counts
 	return out
 }
 
-// flavor is a ResourceFlavor.
-func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
+// flavor returns a ResourceFlavor.
+func (k *Kueue) flavor(f *flavor, tas bool, noTopology string) object {
 	labels := object{{k.siteLabel(), f.site, ""}}
 	if f.model != "" {
 		labels = append(labels, field{k.Domain + "/gpu.model", f.model, ""}, field{k.Domain + "/gpu.mode", f.mode, ""})
 	}
-	says := fmt.Sprintf("%d nodes: %s", len(f.nodes), names(f.nodes))
+	comment := fmt.Sprintf("%d nodes: %s", len(f.nodes), names(f.nodes))
 	switch len(f.nodes) {
 	case 0:
-		says = "No node yet: the nodes that an autoscaler makes need these labels from the start."
+		comment = "No node yet: the nodes that an autoscaler makes need these labels from the start."
 	case 1:
-		says = "One node: " + f.nodes[0]
+		comment = "One node: " + f.nodes[0]
 	}
-	spec := object{{"nodeLabels", labels, says}}
+	spec := object{{"nodeLabels", labels, comment}}
 	switch {
 	case tas:
 		spec = append(spec, field{"topologyName", topology, ""})
 	case k.Topology && !k.Checks:
-		spec[0].says += "\nNo topology, since all flavors of a queue have one, or none:\n" + apart + "."
+		spec[0].comment += "\nNo topology, since the flavors of a queue must all have one, or none:\n" +
+			noTopology + "."
 	}
 	meta := object{{"name", f.name, ""}}
 	if f.cloud {
@@ -203,22 +206,22 @@ func (k *Kueue) flavor(f *flavor, tas bool, apart string) object {
 	if f.cloud && k.Patience > 0 {
 		meta = append(meta, field{
 			"annotations", object{{k.Domain + "/gpu.patience", k.Patience.String(), ""}},
-			"A job waits for room on-prem for so long before this is paid.",
+			"A job waits this long for room on-prem before it uses this.",
 		})
 	}
 	return document(kueueAPI, "ResourceFlavor", meta, spec)
 }
 
-// document is an object of Kubernetes.
+// document returns a Kubernetes object.
 func document(api, kind string, meta, spec object) object {
 	return object{{"apiVersion", api, ""}, {"kind", kind, ""}, {"metadata", meta, ""}, {"spec", spec, ""}}
 }
 
-// queue is the ClusterQueue of a team.
+// queue returns the ClusterQueue of a team.
 func (k *Kueue) queue(b *book, team int) object {
 	t := k.Teams[team]
 	var flavors []object
-	on := map[bool][]string{} // the names of flavors, of those of clouds where true
+	on := map[bool][]string{} // the names of flavors; true has those of clouds
 	for i := range b.flavors {
 		f := &b.flavors[i]
 		if f.cloud && t.OnPrem {
@@ -236,17 +239,17 @@ func (k *Kueue) queue(b *book, team int) object {
 		}
 		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] },
 			split(f.memory, step, shares)[team], f.counts)
-		says := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
+		comment := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
 		if f.cloud {
-			says = fmt.Sprintf("Cloud: all teams together have %s at most, "+
+			comment = fmt.Sprintf("Cloud: all teams together have %s at most, "+
 				"which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))
 		}
-		flavors = append(flavors, object{{"name", f.name, says}, {"resources", inlined(quotas), ""}})
+		flavors = append(flavors, object{{"name", f.name, comment}, {"resources", inlined(quotas), ""}})
 		on[f.cloud] = append(on[f.cloud], f.name)
 	}
 	spec := object{
-		{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Nobody takes it back from " +
-			"jobs\nthat run (spec.preemption)."},
+		{"cohortName", cohort, "Queues of a cohort lend each other what they do not use. Kueue takes nothing back " +
+			"from jobs\nthat run (spec.preemption)."},
 		{"namespaceSelector", object{{"matchLabels", object{{"kubernetes.io/metadata.name", t.Name, ""}}, ""}}, ""},
 		{"queueingStrategy", "BestEffortFIFO", "A job that does not fit does not hold up those behind it."},
 		{"flavorFungibility", object{{"whenCanBorrow", "MayStopSearch", ""}, {"whenCanPreempt", "TryNextFlavor", ""}},
@@ -265,7 +268,7 @@ func (k *Kueue) queue(b *book, team int) object {
 	return document(kueueAPI, "ClusterQueue", object{{"name", t.Name, ""}}, spec)
 }
 
-// checks are the placer's, each with its flavors.
+// checks returns the placer's admission checks, each with its flavors.
 func checks(on map[bool][]string) (out []object) {
 	for _, cloud := range []bool{false, true} {
 		if name := map[bool]string{false: "gpu-placer", true: "gpu-placer-cloud"}[cloud]; len(on[cloud]) > 0 {
@@ -275,7 +278,7 @@ func checks(on map[bool][]string) (out []object) {
 	return out
 }
 
-// inlined puts each on a line.
+// inlined puts each object on one line.
 func inlined(list []object) []any {
 	out := make([]any, len(list))
 	for i, o := range list {
@@ -289,8 +292,8 @@ controller_manager_config.yaml), by "gpu-agent export kueue --configuration": me
 yours, and restart Kueue. It holds for all queues of the cluster.
 Format: sigs.k8s.io/kueue v0.19.0, apis/config/v1beta2/configuration_types.go.`
 
-// Configuration is what Kueue's own configuration needs, by which Objects make sense. The
-// error has all that cannot be said.
+// Configuration returns the part of Kueue's own configuration that Objects needs. The error has all
+// that cannot be exported.
 func (k *Kueue) Configuration() ([]byte, error) {
 	b, err := k.book()
 	if err != nil {
@@ -305,13 +308,14 @@ func (k *Kueue) Configuration() ([]byte, error) {
 			})
 		}
 	}
-	// Not quotaCheckStrategy: IgnoreUndeclared. With it Kueue 0.19 admits no workload whose first
-	// pods ask for nothing that the queue covers, such as the head of a Ray cluster: its scheduler
-	// leaves the others out of the admission, which the API server refuses, again and again.
+	// Do not set quotaCheckStrategy: IgnoreUndeclared. With it Kueue 0.19 cannot admit a workload
+	// whose first pods ask for no covered resource, such as the head of a Ray cluster. Its
+	// scheduler leaves the other pods out of the admission. The API server refuses that, and Kueue
+	// tries again and again.
 	resources := object{{
 		"excludeResourcePrefixes", inline{[]string{"cpu", "memory", "ephemeral-storage", "hugepages-"}},
-		"What queues have no quota of. Add other devices that your pods ask for: a queue admits\n" +
-			"nothing that asks for what it does not know.",
+		"Resources that have no quota. Add other devices that your pods ask for: a queue admits no\n" +
+			"pod that asks for a resource without quota.",
 	}}
 	if len(sizes) > 0 {
 		resources = append(resources, field{
@@ -335,8 +339,8 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	if k.Checks {
 		gates = append(gates, field{
 			"ConcurrentAdmission", true,
-			"The placer keeps a workload from flavors without room by an annotation, which Kueue goes\n" +
-				"by with this gate alone. No queue has a concurrentAdmissionPolicy.",
+			"The placer keeps a workload from flavors without room by an annotation. Kueue reads it only\n" +
+				"with this gate. No queue has a concurrentAdmissionPolicy.",
 		})
 	}
 	if gates == nil {
@@ -349,7 +353,7 @@ func (k *Kueue) Configuration() ([]byte, error) {
 	return write(configurationHead, out)
 }
 
-// mappings are what claims count as, nil where Kueue counts none.
+// mappings returns what claims count as, nil if Kueue counts no claims.
 func (k *Kueue) mappings(b *book) (mappings []object) {
 	driver := "gpus." + k.Domain
 	ours := object{{"cel", object{{"expression", fmt.Sprintf("device.driver == %q", driver), ""}}, ""}}
@@ -378,7 +382,7 @@ func (k *Kueue) mappings(b *book) (mappings []object) {
 	return mappings
 }
 
-// ParseCloud reads SITE or SITE/MODEL/MODE.
+// ParseCloud parses SITE or SITE/MODEL/MODE.
 func ParseCloud(s string, limit gpu.MiB) (Cloud, error) {
 	words := strings.Split(s, "/")
 	if n := len(words); n != 1 && n != 3 || slices.Contains(words, "") {

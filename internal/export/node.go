@@ -18,7 +18,7 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// Node is a node as exports see it.
+// Node is what exports need of a node.
 type Node struct {
 	Name   string
 	Labels map[string]string
@@ -27,38 +27,40 @@ type Node struct {
 	GPUs []GPU
 }
 
-// GPU is what a GPU is offered as.
+// GPU is how a GPU is offered.
 type GPU struct {
 	Index  int
 	Model  string
 	Memory gpu.MiB
-	// Mode is empty where no partition is in force.
+	// Mode is empty if no partition is in force.
 	Mode config.Mode
 	API  ledger.FrontEnd
-	// N is how many devices without a profile it is divided into, and Kind what they are: of a
-	// dynamic GPU memory units. 0 and empty where there are none.
+	// N is the number of devices without a profile, and Kind their kind: of a dynamic GPU these are
+	// memory units. They are 0 and empty if there are none.
 	N    int
 	Kind piece.Kind
-	// Slices are its memory slices, and Profiles the MIG instances that it can have. What the
-	// partition does not offer has neither Most nor Devices.
+	// Slices is the number of its memory slices, and Profiles the MIG instances that it can have.
+	// For a profile that the partition does not offer, Most and Devices are 0.
 	Slices   int
 	Profiles []Profile
-	// exact says that memory counts by the MiB, as the counters of ResourceSlices do.
+	// exact is true if memory counts in MiB and is not rounded, as in the counters of
+	// ResourceSlices.
 	exact bool
 }
 
 // Profile is a kind of MIG instance.
 type Profile struct {
 	Name mig.Name
-	// Slices are the memory slices of the GPU instance.
+	// Slices is the number of memory slices of the GPU instance.
 	Slices int
-	// Most is how many there can be at a time, and Devices how many devices the kubelet counts
-	// while the GPU is idle: on demand each placement is one.
+	// Most is how many there can be at a time. Devices is how many devices the kubelet counts while
+	// the GPU is idle: on demand, each placement is one.
 	Most, Devices int
 }
 
-// FromInventory is a node of which an inventory was recorded, laid out as wanted. Its labels
-// are those that the agent would write, and more. The error says what the inventory lacks.
+// FromInventory returns a node with a recorded inventory, laid out as wanted. It has the labels
+// that the agent would write, and those of more. It fails if the inventory lacks MIG placements
+// that it needs.
 func FromInventory(
 	name, domain string, inv *gpu.Inventory, wanted config.Desired, unit gpu.MiB, more map[string]string,
 ) (Node, error) {
@@ -91,7 +93,7 @@ func FromInventory(
 	return n, nil
 }
 
-// wantedProfiles are what a partition makes of a card.
+// wantedProfiles returns the profiles of a card as a partition offers them.
 func wantedProfiles(card *gpunode.Card, w *config.Want) (out []Profile) {
 	for _, c := range w.Geometry {
 		if p := of(card, c.Profile); p != nil {
@@ -109,7 +111,7 @@ func wantedProfiles(card *gpunode.Card, w *config.Want) (out []Profile) {
 	return others(out, card, w.OnDemand && len(w.Profiles) == 0)
 }
 
-// others adds the rest of a card's profiles, which are offered or are not.
+// others adds the card's other profiles. offered is true if the partition offers them.
 func others(out []Profile, card *gpunode.Card, offered bool) []Profile {
 	for i := range card.Profiles {
 		from := &card.Profiles[i]
@@ -126,7 +128,7 @@ func others(out []Profile, card *gpunode.Card, offered bool) []Profile {
 	return out
 }
 
-// parts are how many instances of a name share a GPU instance.
+// parts returns how many instances of a name share a GPU instance.
 func parts(name mig.Name) int {
 	if name.Compute == 0 {
 		return 1
@@ -134,7 +136,7 @@ func parts(name mig.Name) int {
 	return name.Slices / name.Compute
 }
 
-// of is a profile's GPU instance on a card, nil where it has none.
+// of returns a profile's GPU instance on a card, nil if the card does not have it.
 func of(card *gpunode.Card, name mig.Name) *gpunode.Profile {
 	i := slices.IndexFunc(card.Profiles, func(p gpunode.Profile) bool { return p.Name == name.GPUInstance().String() })
 	if i < 0 {
@@ -143,8 +145,8 @@ func of(card *gpunode.Card, name mig.Name) *gpunode.Profile {
 	return &card.Profiles[i]
 }
 
-// beside is how many instances of one profile have room beside each other: from left to
-// right, as all are of one length.
+// beside returns how many instances of one profile have room beside each other. All have the same
+// length, so placing them from left to right finds the most.
 func beside(p *gpunode.Profile) (n int) {
 	end := 0
 	for _, start := range p.Starts {
@@ -158,7 +160,7 @@ func beside(p *gpunode.Profile) (n int) {
 	return n
 }
 
-// FromStatus is a node of a cluster, by its labels and its GPUNode.
+// FromStatus returns a node of a cluster, from its labels and its GPUNode.
 func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 	n := Node{Name: name, Labels: labels, Unit: gpu.MiB(s.MemoryUnitMiB)}
 	for i := range s.GPUs {
@@ -180,7 +182,7 @@ func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 	return n
 }
 
-// offeredProfiles are what a GPUNode says that a GPU offers.
+// offeredProfiles returns the profiles that a GPU offers according to its GPUNode.
 func offeredProfiles(card *gpunode.Card, m *gpunode.MIG) (out []Profile) {
 	for _, o := range m.Offers {
 		name, err := mig.Parse(o.Profile)
@@ -201,8 +203,8 @@ func offeredProfiles(card *gpunode.Card, m *gpunode.MIG) (out []Profile) {
 // offers reports whether the GPU offers anything.
 func (g *GPU) offers() bool { return g.Mode != config.Keep && g.Mode != config.Off }
 
-// resources are the short names of what the GPU offers by name, and how many devices of each
-// there can be at a time and are listed.
+// resources returns the resources that the GPU offers by name, by short name, each with how many
+// devices there can be at a time and are listed.
 func (g *GPU) resources() map[string]Profile {
 	out := map[string]Profile{}
 	one := func(name string, n int) { out[name] = Profile{Most: n, Devices: n} }
@@ -210,7 +212,7 @@ func (g *GPU) resources() map[string]Profile {
 		if k.Alone() && k.Dynamic() && g.Mode == config.Dynamic {
 			one(k.Short(), 1)
 		}
-		// Memory units are had by a claim of an amount alone, through DRA.
+		// Through DRA, pods get memory units only with a claim for an amount.
 		if k == g.Kind && g.N > 0 && !(k.Together() && g.API == ledger.DRA) {
 			one(k.Short(), g.N)
 		}
@@ -221,7 +223,7 @@ func (g *GPU) resources() map[string]Profile {
 	return out
 }
 
-// whole is what the GPU's memory counts as: 81559 MiB are 80 GiB.
+// whole returns what the GPU's memory counts as: 80 GiB for 81559 MiB.
 func (g *GPU) whole() gpu.MiB {
 	if g.exact {
 		return g.Memory
@@ -229,7 +231,7 @@ func (g *GPU) whole() gpu.MiB {
 	return (g.Memory + 1023) / 1024 * 1024
 }
 
-// memory is how much GPU memory the GPU adds to a quota.
+// memory returns how much GPU memory the GPU adds to a quota.
 func (g *GPU) memory(unit gpu.MiB) gpu.MiB {
 	switch {
 	case !g.offers():
@@ -240,7 +242,7 @@ func (g *GPU) memory(unit gpu.MiB) gpu.MiB {
 	return gpu.MiB(g.N) * g.share(g.Kind, unit)
 }
 
-// share is how much GPU memory one device of a kind without profiles counts as.
+// share returns how much GPU memory one device of a kind without profiles counts as.
 func (g *GPU) share(k piece.Kind, unit gpu.MiB) gpu.MiB {
 	switch {
 	case k.Together():
@@ -251,7 +253,7 @@ func (g *GPU) share(k piece.Kind, unit gpu.MiB) gpu.MiB {
 	return g.whole()
 }
 
-// kindOf is what a resource is of by its short name, empty where that is a MIG profile's.
+// kindOf returns the kind of a resource with that short name; empty for a MIG profile's.
 func kindOf(name string) piece.Kind {
 	for _, k := range piece.Kinds() {
 		if k.Short() == name {
@@ -261,7 +263,7 @@ func kindOf(name string) piece.Kind {
 	return ""
 }
 
-// size is how much GPU memory one device of a resource counts as.
+// size returns how much GPU memory one device of a resource counts as.
 func (g *GPU) size(name string, p Profile, unit gpu.MiB) gpu.MiB {
 	if k := kindOf(name); k != "" {
 		return g.share(k, unit)
@@ -273,7 +275,7 @@ func (g *GPU) size(name string, p Profile, unit gpu.MiB) gpu.MiB {
 	return size
 }
 
-// sorted are nodes by name.
+// sorted returns the nodes in the order of their names.
 func sorted(nodes []Node) []Node {
 	return slices.SortedStableFunc(slices.Values(nodes), func(a, b Node) int { return cmp.Compare(a.Name, b.Name) })
 }

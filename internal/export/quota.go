@@ -17,7 +17,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// What Kueue 0.19.0 takes: apis/kueue/v1beta2/clusterqueue_types.go (64 resources in a group),
+// Limits of Kueue 0.19.0: apis/kueue/v1beta2/clusterqueue_types.go (64 resources in a group),
 // pkg/webhooks/clusterqueue_webhook.go (16 flavors with ConcurrentAdmission) and
 // pkg/config/validation.go (8 classes in a mapping).
 const (
@@ -26,32 +26,32 @@ const (
 	maxClasses   = 8
 )
 
-// flavor is a kind of nodes that Kueue gives out quota of.
+// flavor is a kind of nodes with a quota of its own.
 type flavor struct {
 	name              string
 	site, model, mode string
 	cloud             bool
 	nodes             []string
-	// memory is the quota of GPU memory, and counts are those of resources, by short name.
+	// memory is the quota of GPU memory. counts are the quotas of resources, by short name.
 	memory gpu.MiB
 	counts map[string]int
 }
 
-// book is what an export to Kueue says.
+// book has the content of an export to Kueue.
 type book struct {
 	// flavors has those on-prem first, then the clouds in the order of their limits.
 	flavors []flavor
-	// sizes are how much memory a resource counts as, by short name, and covered is all that
-	// queues have quotas of beside memory.
+	// sizes is the memory that a device of a resource counts as, by short name. covered are all
+	// resources with a quota beside memory.
 	sizes   map[string]gpu.MiB
 	covered []string
-	// shares says that there are GPUs of which claims have memory.
+	// shares is true if claims get memory of some GPUs.
 	shares bool
-	// classes are the DeviceClasses that are counted by counters, without the domain.
+	// classes are the DeviceClasses that Kueue counts by counters, without the domain.
 	classes []string
-	// apart says why Kueue cannot go by topology; empty where it can.
-	apart string
-	errs  []error
+	// noTopology is why Kueue cannot use a topology; empty if it can.
+	noTopology string
+	errs       []error
 }
 
 func (b *book) refuse(format string, args ...any) {
@@ -64,7 +64,7 @@ func names(list []string) string {
 	return brief.List(slices.Compact(list), 5)
 }
 
-// book works out what is to be said; the error names all that cannot be.
+// book works out the content. The error has all that cannot be exported.
 func (k *Kueue) book() (*book, error) {
 	b := &book{sizes: map[string]gpu.MiB{}}
 	nodes := sorted(k.Nodes)
@@ -84,7 +84,7 @@ func (k *Kueue) book() (*book, error) {
 	return b, errors.Join(b.errs...)
 }
 
-// measure finds how much memory each name stands for.
+// measure finds the size of each resource.
 func (b *book) measure(nodes []Node) {
 	by := map[string]map[gpu.MiB][]string{} // name, size, nodes
 	var unsized []string
@@ -131,8 +131,8 @@ func (b *book) measure(nodes []Node) {
 	}
 }
 
-// claims has what is different where pods ask by claims: devices count by the counters of
-// their GPU, and by name only replicas do.
+// claims applies the rules for pods that ask through claims. Kueue counts their devices by the
+// counters of the GPU, and only replicas by name.
 func (b *book) claims(nodes []Node) {
 	var plugin, shared []string
 	modes := map[string][]string{}
@@ -190,7 +190,7 @@ func (b *book) group(k *Kueue, nodes []Node) {
 	for i := range nodes {
 		n := &nodes[i]
 		if !slices.ContainsFunc(n.GPUs, func(g GPU) bool { return g.offers() }) {
-			continue // switched off, or not laid out yet
+			continue // switched off, or without a layout yet
 		}
 		var of [3]string
 		complete := true
@@ -230,7 +230,7 @@ func (b *book) group(k *Kueue, nodes []Node) {
 	})
 }
 
-// add counts a GPU in.
+// add adds a GPU to a flavor.
 func (b *book) add(f *flavor, n *Node, g *GPU) {
 	if !g.offers() {
 		return
@@ -241,11 +241,11 @@ func (b *book) add(f *flavor, n *Node, g *GPU) {
 	}
 	if g.API == ledger.DRA {
 		b.shares = b.shares || g.Kind.Together() && g.N > 0
-		b.apart = "it goes by what nodes have allocatable, and GPUs with api dra are not in there"
+		b.noTopology = "a topology has what nodes have allocatable, and GPUs with api dra are not in there"
 	}
 }
 
-// limit says how much of a cloud may be used.
+// limit applies the limits of the clouds.
 func (b *book) limit(clouds []Cloud) {
 	given := map[string]bool{}
 	var inCloud []flavor
@@ -259,8 +259,8 @@ func (b *book) limit(clouds []Cloud) {
 		f := flavor{name: flavorName(c.Site, c.Model, c.Mode), site: c.Site, model: c.Model, mode: c.Mode}
 		switch len(at) {
 		case 0:
-			b.apart = cmp.Or(b.apart, fmt.Sprintf("%s has no node yet, and a topology has those that are there",
-				f.name))
+			b.noTopology = cmp.Or(b.noTopology, fmt.Sprintf(
+				"%s has no node yet, and a topology has only existing nodes", f.name))
 		case 1:
 			f = b.flavors[at[0]]
 		default:
@@ -274,7 +274,7 @@ func (b *book) limit(clouds []Cloud) {
 			continue
 		}
 		if given[f.name] {
-			b.refuse("two limits are for %s", f.name)
+			b.refuse("%s has two limits", f.name)
 			continue
 		}
 		given[f.name] = true
@@ -298,7 +298,7 @@ func (b *book) limit(clouds []Cloud) {
 	b.flavors = append(b.flavors, inCloud...)
 }
 
-// may reports whether nodes of a mode could offer a resource; with no or another mode they
+// may reports whether nodes of a mode could offer a resource. Nodes with no mode or another one
 // could offer anything.
 func may(mode, name string) bool {
 	switch config.Mode(mode) {
@@ -311,13 +311,13 @@ func may(mode, name string) bool {
 	return true
 }
 
-// check has the limits of Kueue and of the arguments.
+// check checks the limits of Kueue and the arguments.
 func (b *book) check(k *Kueue) {
 	b.covered = slices.Sorted(maps.Keys(b.sizes))
 	if !k.Claims {
 		for _, k := range piece.Kinds() {
 			if name := k.Short(); name != "" && !slices.Contains(b.covered, name) {
-				b.covered = append(b.covered, name) // with no quota: else it would not be counted
+				b.covered = append(b.covered, name) // with quota 0, since Kueue counts only covered resources
 			}
 		}
 		slices.Sort(b.covered)
@@ -359,22 +359,22 @@ func (b *book) check(k *Kueue) {
 	if slices.ContainsFunc(k.Teams, func(t Team) bool { return t.Urgent }) {
 		if !k.Checks {
 			b.refuse("a team's jobs may be urgent, and the placer is not asked: say --checks, " +
-				"since Kueue by itself ends jobs that open no room")
+				"since Kueue by itself ends jobs even if that makes no room")
 		}
 		if teams[urgent] {
 			b.refuse("a team has the name %s, which is that of the queue of urgent jobs: give it another", urgent)
 		}
 		if !slices.ContainsFunc(b.flavors, func(f flavor) bool { return !f.cloud }) {
-			b.refuse("a team's jobs may be urgent, and no node is on-prem, where they would have others make room")
+			b.refuse("a team's jobs may be urgent, and no node is on-prem, where they would take the room of others")
 		}
 	}
 	if !slices.ContainsFunc(k.Teams, func(t Team) bool { return !t.OnPrem }) && len(k.Clouds) > 0 && len(k.Teams) > 0 {
-		b.refuse("all teams stay on-prem, and the cloud has a limit that nobody can use: " +
+		b.refuse("all teams stay on-prem, and the cloud has a limit that no team can use: " +
 			"let one go there, or say --cloud none")
 	}
 }
 
-// flavorName makes a name of labels' values: "on-prem-a100-sxm4-80gb-mig".
+// flavorName makes a name from the values of labels: "on-prem-a100-sxm4-80gb-mig".
 func flavorName(values ...string) string {
 	var words []string
 	for _, v := range values {
@@ -385,7 +385,8 @@ func flavorName(values ...string) string {
 	return strings.Join(words, "-")
 }
 
-// split divides a quota by shares. What is left over goes to the first, a step each.
+// split divides a quota by shares, in whole steps. What is left over goes to the first teams with a
+// share, one step each.
 func split[N ~int | ~uint64](total, step N, shares []int) []N {
 	sum := 0
 	for _, s := range shares {

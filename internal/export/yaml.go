@@ -13,21 +13,21 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// field is one key of an object, in the order in which it is written.
+// field is one key of an object.
 type field struct {
 	key   string
 	value any
-	// says is a comment above it, without "#".
-	says string
+	// comment is written above the key, without "#".
+	comment string
 }
 
-// object is a YAML mapping that keeps its order.
+// object is a YAML mapping that keeps the order of its fields.
 type object []field
 
 // inline is an object, or a list of strings, on one line.
 type inline struct{ value any }
 
-// write prints documents with a comment at the top.
+// write returns documents as YAML, with a comment at the top.
 func write(head string, documents ...any) ([]byte, error) {
 	var out bytes.Buffer
 	for _, line := range strings.Split(head, "\n") {
@@ -47,7 +47,8 @@ func write(head string, documents ...any) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// node makes a tree of a value: of objects, lists, strings, numbers and truths.
+// node returns the YAML tree of a value, which may have objects, lists, strings, numbers and
+// booleans.
 func node(v any) *yaml.Node {
 	scalar := func(tag, text string) *yaml.Node { return &yaml.Node{Kind: yaml.ScalarNode, Tag: tag, Value: text} }
 	switch v := v.(type) {
@@ -55,7 +56,7 @@ func node(v any) *yaml.Node {
 		out := &yaml.Node{Kind: yaml.MappingNode}
 		for _, f := range v {
 			key := scalar("!!str", f.key)
-			key.HeadComment = f.says
+			key.HeadComment = f.comment
 			out.Content = append(out.Content, key, node(f.value))
 		}
 		return out
@@ -92,7 +93,7 @@ func node(v any) *yaml.Node {
 	}
 }
 
-// quantity writes memory as the API does.
+// quantity writes memory as the Kubernetes API does.
 func quantity(m gpu.MiB) string {
 	switch {
 	case m == 0:
