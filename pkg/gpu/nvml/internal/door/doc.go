@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package door lets callers wait for a library whose calls can hang, and leave.
+// Package door has two locks for a library whose calls can hang. Waiting for them, and for the
+// calls, ends with the caller's context.
 //
-// A [Door] has one call inside at a time ([Through]). Its caller waits no longer than his
-// context; if he leaves, the call stays inside, and once it is [HungAfter] old it is taken for
-// hung: everybody else is turned away at once until it returns. A [Share] is held by many
-// together or by one alone, and those in line for it can leave as well. All errors of both
-// wrap gpu.ErrTimeout.
+// A [Door] runs one call at a time ([Through]). If the caller's context ends first, the caller
+// leaves and the call goes on. Once such a call is [HungAfter] old it counts as hung: until it
+// returns, the door refuses all other callers at once. A [Share] is held by many callers together
+// or by one alone. Their own errors wrap gpu.ErrTimeout.
 //
-// The package does not know what the calls are.
+// The package does not know what the calls do.
 package door

@@ -11,26 +11,26 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// HungAfter is the age at which a call whose caller has left counts as hung. The caller
-// may have left for another reason, and the call may be about to end: so those in line
-// wait this long before they are turned away.
+// HungAfter is the age at which a call whose caller has left counts as hung. The caller may have
+// left for another reason, and the call may be about to return. So waiting callers are refused
+// only after this time.
 const HungAfter = time.Second
 
-// Door lets one call to the driver in at a time, and lets a caller leave
-// before its call has an answer.
+// Door is a lock for calls that can hang. It runs one call at a time, and lets a caller leave
+// before its call has returned.
 type Door struct {
-	token chan struct{} // holds one token while nobody is inside
-	// patient says that no call is taken for hung.
+	token chan struct{} // holds one token while no call runs
+	// patient is true if no call counts as hung, however long it takes.
 	patient bool
 
 	mu sync.Mutex
 	// Guarded by mu:
-	inside *visit        // nil while nobody is
-	hung   chan struct{} // closed while the call inside is taken for hung
-	moved  uint64        // how often a call has gone in or out
+	inside *visit        // the call that runs; nil if none does
+	hung   chan struct{} // closed while the running call counts as hung
+	moved  uint64        // how often a call has begun or ended
 }
 
-// visit is one call inside the door.
+// visit is one call that holds the lock.
 type visit struct {
 	what  string
 	since time.Time
@@ -40,23 +40,23 @@ type visit struct {
 	answered bool // the call has returned
 }
 
-// New returns a door that nobody is inside of.
+// New returns a door that is free.
 func New() *Door {
 	d := &Door{token: make(chan struct{}, 1), hung: make(chan struct{})}
 	d.token <- struct{}{}
 	return d
 }
 
-// NewPatient returns a door that takes no call for hung: work behind it may take long, and
-// those in line wait as long as their contexts allow.
+// NewPatient returns a door where no call counts as hung. It is for work that may take long:
+// callers wait as long as their contexts allow.
 func NewPatient() *Door {
 	d := New()
 	d.patient = true
 	return d
 }
 
-// Enter waits for the door and goes in, until leave. Where ctx ends first, or the call
-// inside is taken for hung, the error is as Through's.
+// Enter takes the lock; Leave releases it. It fails as Through does if ctx ends first, or if the
+// running call counts as hung.
 func (d *Door) Enter(ctx context.Context, what string) error {
 	_, err := d.enter(ctx, what)
 	return err
@@ -86,11 +86,13 @@ func (d *Door) enter(ctx context.Context, what string) (*visit, error) {
 	return v, nil
 }
 
-// Through runs f inside the door and returns what it returns. Where ctx ends
-// first, or the call inside is taken for hung, the error wraps gpu.ErrTimeout
-// (and the context's, where that is why). f may then run still, so it writes to
-// nothing that its caller reads; if it succeeds when its caller has left, undo
-// gets the value, inside the door. Undo may be nil.
+// Through runs f with the lock held and returns its results. If ctx ends first, the error wraps
+// gpu.ErrTimeout and the context's cause. If the running call counts as hung, the error wraps
+// gpu.ErrTimeout alone.
+//
+// f may go on after Through has returned, so it must not write to anything that the caller reads.
+// If f succeeds after its caller has left, undo gets the value, with the lock still held. Undo
+// may be nil.
 func Through[T any](ctx context.Context, d *Door, what string, f func() (T, error), undo func(T)) (T, error) {
 	var none T
 	v, err := d.enter(ctx, what)
@@ -101,7 +103,7 @@ func Through[T any](ctx context.Context, d *Door, what string, f func() (T, erro
 		value T
 		err   error
 	}
-	answers := make(chan answer, 1) // one may come after the caller has left
+	answers := make(chan answer, 1) // the call may return after the caller has left
 	go func() {
 		value, err := f()
 		if left := d.answer(v); left && err == nil && undo != nil {
@@ -118,12 +120,11 @@ func Through[T any](ctx context.Context, d *Door, what string, f func() (T, erro
 	if d.abandon(v) {
 		return none, d.refusal(what, context.Cause(ctx))
 	}
-	a := <-answers // it came at the same moment
+	a := <-answers // the call returned at the same moment
 	return a.value, a.err
 }
 
-// answer marks that the call has returned, and reports whether its caller has
-// left.
+// answer records that the call has returned, and reports whether its caller has left.
 func (d *Door) answer(v *visit) (left bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -131,7 +132,7 @@ func (d *Door) answer(v *visit) (left bool) {
 	return v.left
 }
 
-// abandon marks that the caller leaves; false says that its call has returned.
+// abandon records that the caller leaves. It returns false if the call has already returned.
 func (d *Door) abandon(v *visit) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -150,7 +151,7 @@ func (d *Door) abandon(v *visit) bool {
 	return true
 }
 
-// shut turns everybody away until v ends, if it has not.
+// shut makes d refuse all callers until v ends. It does nothing if v has ended.
 func (d *Door) shut(v *visit) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -159,7 +160,7 @@ func (d *Door) shut(v *visit) {
 	}
 }
 
-// Leave ends the visit and lets the next one in.
+// Leave releases the lock, for the next call.
 func (d *Door) Leave() {
 	d.mu.Lock()
 	d.inside = nil
@@ -173,15 +174,15 @@ func (d *Door) Leave() {
 	d.token <- struct{}{}
 }
 
-// Moves is how often a call has gone in or out: the same at two moments, nothing began or
-// ended inside between them.
+// Moves returns how often a call has begun or ended. If two results are equal, no call began or
+// ended in between.
 func (d *Door) Moves() uint64 {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.moved
 }
 
-// UnderWay names the call that is inside, empty if none is.
+// UnderWay describes the running call in words. It is empty if none runs.
 func (d *Door) UnderWay() string {
 	d.mu.Lock()
 	v := d.inside
@@ -193,7 +194,8 @@ func (d *Door) UnderWay() string {
 		v.what, time.Since(v.since).Round(time.Millisecond))
 }
 
-// refusal names the call that stands in the way.
+// refusal is the error for a caller that did not get the lock, or left. It names the running
+// call.
 func (d *Door) refusal(what string, cause error) error {
 	err := fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 	if call := d.UnderWay(); call != "" {

@@ -10,34 +10,34 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Share is held by many together or by one alone, and those in line for it can
-// Leave. It guards what is used outside the general door: handles of the
-// driver's library, which end when that is initialised anew.
+// Share is a lock that many hold together, or one alone. Waiting for it ends with the context. It
+// guards the use of the driver library's handles outside the other locks: they become invalid
+// when the library is initialised anew.
 //
-// While one waits to be alone nobody else joins, so that it comes to its turn.
+// While a caller waits to hold it alone, Join waits too. So that caller gets its turn.
 type Share struct {
 	mu sync.Mutex
 	// Guarded by mu:
 	together int
 	alone    bool
-	seekers  int           // those who wait to be alone
+	seekers  int           // how many wait to hold it alone
 	sought   chan struct{} // closed while seekers is not 0
-	moved    chan struct{} // closed, and made anew, when someone leaves
+	moved    chan struct{} // closed and replaced when a holder leaves
 }
 
-// NewShare returns a share that nobody holds.
+// NewShare returns a share that is free.
 func NewShare() *Share {
 	return &Share{sought: make(chan struct{}), moved: make(chan struct{})}
 }
 
-// Join waits for its turn to hold s beside others. The error wraps
-// gpu.ErrTimeout and the context's.
+// Join waits until it holds s together with others. If ctx ends first, the error wraps
+// gpu.ErrTimeout and the context's cause.
 func (s *Share) Join(ctx context.Context) error {
 	return s.wait(ctx, func() bool { return s.seekers == 0 && s.joinLocked() })
 }
 
-// TryJoin joins at once or not at all. Those in line do not stop it, so what it
-// is for must be short.
+// TryJoin joins s at once, or returns false. It succeeds even while a caller waits to hold s
+// alone, so the caller must part soon.
 func (s *Share) TryJoin() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -52,7 +52,7 @@ func (s *Share) joinLocked() bool {
 	return true
 }
 
-// Part ends a join.
+// Part ends what Join or TryJoin began.
 func (s *Share) Part() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -60,7 +60,7 @@ func (s *Share) Part() {
 	s.movedLocked()
 }
 
-// Seize waits until it holds s alone; the error is as Join's.
+// Seize waits until it holds s alone. It fails as Join does.
 func (s *Share) Seize(ctx context.Context) error {
 	s.mu.Lock()
 	if s.seekers++; s.seekers == 1 {
@@ -74,12 +74,12 @@ func (s *Share) Seize(ctx context.Context) error {
 		s.sought = make(chan struct{})
 	}
 	if err != nil {
-		s.movedLocked() // those who let this one go first
+		s.movedLocked() // wake those that waited for this caller
 	}
 	return err
 }
 
-// TrySeize holds s alone at once or not at all.
+// TrySeize holds s alone at once, or returns false.
 func (s *Share) TrySeize() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -94,7 +94,7 @@ func (s *Share) seizeLocked() bool {
 	return true
 }
 
-// Yield ends a seize.
+// Yield ends what Seize or TrySeize began.
 func (s *Share) Yield() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -102,8 +102,8 @@ func (s *Share) Yield() {
 	s.movedLocked()
 }
 
-// Wanted is closed when someone wants to be alone: for those who hold s for
-// long, and can come back.
+// Wanted returns a channel that is closed when a caller waits to hold s alone. It is for holders
+// that stay long and can come back later.
 func (s *Share) Wanted() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -115,7 +115,7 @@ func (s *Share) movedLocked() {
 	s.moved = make(chan struct{})
 }
 
-// wait calls enter, with s locked, until it succeeds.
+// wait calls enter, with s.mu held, until it succeeds.
 func (s *Share) wait(ctx context.Context, enter func() bool) error {
 	for {
 		s.mu.Lock()
