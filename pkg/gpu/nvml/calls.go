@@ -81,7 +81,7 @@ var (
 	nvmlShutdown                   = vital("nvmlShutdown", everything)
 	nvmlSystemGetDriverVersion     = vital("nvmlSystemGetDriverVersion", everything)
 	nvmlSystemGetCudaDriverVersion = optional("nvmlSystemGetCudaDriverVersion",
-		"the newest CUDA version that the driver serves")
+		"the newest CUDA version that the driver supports")
 	nvmlDeviceGetCount = vital("nvmlDeviceGetCount_v2", everything)
 
 	// NVIDIA's generator calls the last three to find a GPU's device nodes.
@@ -95,21 +95,21 @@ var (
 	nvmlDeviceIsMigDeviceHandle        = vital("nvmlDeviceIsMigDeviceHandle", itsGPU)
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
 	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
-		"the NUMA node, where the kernel does not know it either")
+		"the NUMA node, if the kernel does not know it either")
 
 	// A GPU that uses the machine's memory, such as GB10 and Thor, answers NOT_SUPPORTED to both
 	// (seen with driver 580). Otherwise it lists its processes, and computes, as any other. If only
 	// the first function exists (before R510), the memory that the driver keeps for itself counts
 	// as used.
 	nvmlDeviceGetMemoryInfo = optional("nvmlDeviceGetMemoryInfo",
-		"the memory, where the next does not tell it either")
+		"the memory, if the next one does not report it either")
 	nvmlDeviceGetMemoryInfoV2 = optionalNewer("nvmlDeviceGetMemoryInfo_v2",
 		"the memory that the driver keeps for itself")
 	// Without it, busy instances would look idle.
 	nvmlDeviceGetComputeProcesses = vital("nvmlDeviceGetComputeRunningProcesses", itsMIG)
 	nvmlDeviceGetGraphicProcesses = optional("nvmlDeviceGetGraphicsRunningProcesses", "processes that draw")
 	nvmlDeviceGetMPSProcesses     = optionalNewer("nvmlDeviceGetMPSComputeRunningProcesses",
-		"clients of MPS, where they are not listed as others are")
+		"clients of MPS, if they are not listed as compute processes")
 	nvmlDeviceGetUtilization = optionalNewer("nvmlDeviceGetProcessUtilization", "how busy processes keep the GPU")
 
 	nvmlDeviceGetTotalEccErrors = optionalNewer("nvmlDeviceGetTotalEccErrors", "uncorrected errors of the memory")
@@ -122,10 +122,10 @@ var (
 
 	nvmlEventSetCreate = optional("nvmlEventSetCreate",
 		"errors as they happen: they are seen at the next reading")
-	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "the same")
+	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "errors as they happen")
 	nvmlEventSetFree                 = optional("nvmlEventSetFree", "nothing")
 	nvmlDeviceGetSupportedEventTypes = optional("nvmlDeviceGetSupportedEventTypes", "errors of that GPU as they happen")
-	nvmlDeviceRegisterEvents         = optional("nvmlDeviceRegisterEvents", "the same")
+	nvmlDeviceRegisterEvents         = optional("nvmlDeviceRegisterEvents", "errors of that GPU as they happen")
 
 	nvmlDeviceGetNvLinkState         = optional("nvmlDeviceGetNvLinkState", "NVLinks")
 	nvmlDeviceGetNvLinkRemotePciInfo = optional("nvmlDeviceGetNvLinkRemotePciInfo_v2",
@@ -136,14 +136,14 @@ var (
 	nvmlDeviceGetGpuFabricInfoV = optionalNewer("nvmlDeviceGetGpuFabricInfoV",
 		"the NVLink fabric beyond the node")
 	nvmlDeviceGetGpuFabricInfo = optionalNewer("nvmlDeviceGetGpuFabricInfo",
-		"the same, on drivers without the one above")
+		"the same, on drivers without the function above")
 
 	nvmlDeviceGetMigMode = optional("nvmlDeviceGetMigMode",
 		"MIG: the GPU counts as one without")
 	nvmlDeviceGetGpuInstanceProfileInfoV = optionalNewer("nvmlDeviceGetGpuInstanceProfileInfoV",
 		"MIG profiles: the GPU offers none")
 	nvmlDeviceGetGpuInstancePossiblePlacements = optional("nvmlDeviceGetGpuInstancePossiblePlacements",
-		"placements: some drivers tell them only while MIG is on")
+		"placements: some drivers report them only while MIG is on")
 	nvmlDeviceGetGpuInstances                    = vital("nvmlDeviceGetGpuInstances", itsMIG)
 	nvmlGpuInstanceGetInfo                       = vital("nvmlGpuInstanceGetInfo", itsMIG)
 	nvmlDeviceGetMaxMigDeviceCount               = vital("nvmlDeviceGetMaxMigDeviceCount", itsMIG)

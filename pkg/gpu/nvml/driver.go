@@ -149,7 +149,7 @@ func (g *gates) inFlight() string {
 		}
 	}
 	if len(calls) == 0 {
-		return "the look at which GPUs are lost, or a program of the driver's, has not returned"
+		return "the check for lost GPUs, or a run of nvidia-smi, has not returned"
 	}
 	slices.Sort(calls)
 	return strings.Join(calls, "; ")
@@ -268,7 +268,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 // process is bound to a library with another content. process must be locked.
 func (s *session) identifyLocked() error {
 	if !filepath.IsAbs(s.library) {
-		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed",
+		s.log.Warn("cannot find the path of the driver's library; its replacement would go unnoticed",
 			"library", s.library)
 	} else if same, err := process.loaded.is(s.library); err == nil && same {
 		s.loaded = process.loaded
@@ -276,7 +276,7 @@ func (s *session) identifyLocked() error {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	if process.library != "" && process.loaded.sum != s.loaded.sum {
-		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w",
+		return fmt.Errorf("%s differs from %s, which this process has loaded; start a new process: %w",
 			s.library, process.library, gpu.ErrReloaded)
 	}
 	return nil
@@ -343,7 +343,7 @@ func (s *session) shutdown(what string) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
+	return fmt.Errorf("%s: %w: it is still initialised after %d shutdowns", what, gpu.ErrDriver, mostShutdowns)
 }
 
 // initialised initialises the driver again after a shutdown.

@@ -275,7 +275,7 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 }
 
 // errNotAlone makes arm try again: sets is held alone.
-var errNotAlone = errors.New("somebody has the library alone")
+var errNotAlone = errors.New("the wait for events is not allowed now")
 
 // tryRenew initialises the driver anew, unless other calls hold the locks for longer than
 // renewWait. renewed is false if it did not.
@@ -289,7 +289,7 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 		}
 	}).Stop()
 	const what = "initialise the driver anew"
-	const asBefore = "cannot initialise the driver anew; watching the GPUs as they were known"
+	const asBefore = "cannot initialise the driver anew; watching only the GPUs known so far"
 	if !e.gates.outside.TrySeize() { // handles are in use that a shutdown would make invalid
 		e.log.Warn(asBefore, "why", e.gates.inFlight())
 		return false, nil
@@ -335,7 +335,7 @@ func (e *events) register(lost map[gpu.UUID]bool) (armed, error) {
 		return a, err
 	}
 	if a.set, ret = e.lib.EventSetCreate(); ret != nvml.SUCCESS {
-		return a, nvmlEventSetCreate.failed("make an event set", ret)
+		return a, nvmlEventSetCreate.failed("create an event set", ret)
 	}
 	for i := range count {
 		h, u, err := e.registerOne(a.set, i, lost)
@@ -404,7 +404,7 @@ func (e *events) disarm(a armed) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
-		e.log.Warn("an event set is left behind", "err", err)
+		e.log.Warn("cannot free an event set", "err", err)
 	}
 }
 
@@ -640,7 +640,7 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)
 	if err != nil {
-		w.events.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU",
+		w.events.ration.Log(slog.LevelWarn, "the driver reports an error without naming its GPU",
 			nil, "xid", e.Xid, "err", err)
 	}
 	e.GPU = u

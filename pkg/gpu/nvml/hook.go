@@ -33,8 +33,8 @@ func FindHook() (string, error) {
 	}
 	path := filepath.Join(filepath.Dir(self), hookProgram)
 	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; "+
-			"without it a container would not find libcuda.so.1", path)
+		return "", fmt.Errorf("the CDI hook program is missing: the image must have %s beside gpu-agent; "+
+			"without it containers do not find libcuda.so.1", path)
 	}
 	return path, nil
 }
@@ -63,7 +63,7 @@ func InstallHook(src, stateDir string) (path string, err error) {
 		return "", fmt.Errorf("install the hook program: %w", err)
 	}
 	if err := removeHalves(stateDir); err != nil {
-		return "", fmt.Errorf("remove half a copy of the hook program: %w; remove it by hand", err)
+		return "", fmt.Errorf("remove an unfinished copy of the hook program: %w; remove it by hand", err)
 	}
 	hooks := filepath.Join(stateDir, "hooks")
 	if path := installedBefore(hooks, marks); path != "" {

@@ -262,7 +262,7 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 	if computeSlices == s.profile.Slices {
 		in.CIStart = 0
 	} else if in.CIStart != ci {
-		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w",
+		return none, fmt.Errorf("this old driver chooses the place itself, and has chosen compute slice %d: %w",
 			in.CIStart, gpu.ErrNotSupported)
 	}
 	return in, nil
@@ -375,7 +375,7 @@ func (m *migSide) destroyCompute(
 		return false, destroyed, err
 	}
 	if slices.ContainsFunc(list, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
-		return false, destroyed, fmt.Errorf("the driver does not know compute instance %d, and lists it: %w",
+		return false, destroyed, fmt.Errorf("the driver lists compute instance %d but does not find it: %w",
 			in.CI, gpu.ErrDriver)
 	}
 	return len(list) > 0, destroyed, nil

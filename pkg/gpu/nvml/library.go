@@ -121,6 +121,6 @@ func (s *session) explained(err error) error {
 	if same, unread := s.loaded.is(path); same || unread != nil {
 		return err
 	}
-	return fmt.Errorf("%w: %s is not the library of %s that runs here; start another process: %w",
+	return fmt.Errorf("%w: %s is not the library of %s that this process has loaded; start a new process: %w",
 		gpu.ErrReloaded, path, s.loaded.info.ModTime().Format(time.DateTime), err)
 }

@@ -308,7 +308,7 @@ func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standi
 			return nil, err
 		}
 		if s.profile.ID != p.ID {
-			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d is another's now",
+			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d belongs to another one now",
 				p.Name, u, gpu.ErrNotFound, s.id)
 		}
 		s.profile = p

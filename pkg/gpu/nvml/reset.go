@@ -70,7 +70,7 @@ func (m *modes) reset(what string, u gpu.UUID) error {
 	if ret != nvml.SUCCESS {
 		minor = -1 // a broken GPU may be reset too
 	}
-	if err := m.shutdown(what + ": let go of the driver"); err != nil {
+	if err := m.shutdown(what + ": shut the driver down"); err != nil {
 		return errors.Join(err, m.takeUp(what))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), resetWait)
@@ -137,7 +137,7 @@ func (m *modes) clients(minor int) string {
 		}
 	}
 	if len(pids) == 0 {
-		return unseen + "; none is seen from here (hostPID, --proc-root)"
+		return unseen + "; the agent sees none of them (hostPID, --proc-root)"
 	}
 	slices.Sort(pids)
 	var named []string

@@ -75,7 +75,7 @@ func TestClients(t *testing.T) {
 	null := filepath.Join(root, "dev/null-nvidia")
 	write(t, null, "")
 	opens(70, "bash", null, other)
-	if got := d.clients(3); !strings.Contains(got, "none is seen") {
+	if got := d.clients(3); !strings.Contains(got, "sees none of them") {
 		t.Errorf("nobody has it open: %s", got)
 	}
 	opens(1200, "dcgm-exporter", null, other, own)
