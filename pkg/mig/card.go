@@ -140,7 +140,7 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	case p.slices < 0 || p.slices > maxSlices:
 		return p, fmt.Sprintf("it has %d compute slices", p.slices)
 	case p.max < 0:
-		return p, fmt.Sprintf("at most %d may stand", p.max)
+		return p, fmt.Sprintf("its maximum is %d", p.max)
 	}
 	for _, n := range p.uses {
 		if n < 0 || n > 1<<16 {
@@ -321,12 +321,12 @@ func (t *tally) add(c *Card, i, n int) {
 func (t *tally) refuse(c *Card) string {
 	for i := range c.profiles {
 		if p := &c.profiles[i]; int(t.n[i]) > p.max {
-			return fmt.Sprintf("at most %d of %s can stand on this GPU", p.max, p.name)
+			return fmt.Sprintf("at most %d of %s can exist on this GPU", p.max, p.name)
 		}
 	}
 	switch {
 	case t.media > c.media:
-		return fmt.Sprintf("at most %d with media extensions (+me) can stand on this GPU", c.media)
+		return fmt.Sprintf("at most %d with media extensions (+me) can exist on this GPU", c.media)
 	case c.engines:
 		for k, n := range t.uses {
 			if n > c.has[k] {
@@ -335,7 +335,7 @@ func (t *tally) refuse(c *Card) string {
 			}
 		}
 	case t.all > 0 && t.all+t.none < t.sum || t.all > 1:
-		return "an instance with all media engines (+me.all) can stand only beside such without any (-me)"
+		return "an instance with all media engines (+me.all) can exist only beside instances without any (-me)"
 	}
 	return ""
 }

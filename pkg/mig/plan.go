@@ -88,7 +88,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	}
 	for _, w := range all {
 		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.placements) == 0 {
-			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w",
+			return Plan{}, fmt.Errorf("plan: the driver does not report where %s can be placed: %w",
 				p.name, gpu.ErrNotSupported)
 		}
 	}
@@ -128,7 +128,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	if err := c.Feasible(want); err != nil {
 		return Plan{}, err
 	}
-	return Plan{}, noRoom(all, "not with what stands")
+	return Plan{}, noRoom(all, "not beside the instances that exist")
 }
 
 // maxShared bounds the number of holders with several instances whose sets are all tried. A further

@@ -82,7 +82,7 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 	out := make([]Place, 0, min(n, len(must)+len(available)))
 	for _, p := range must {
 		if slices.Contains(out, p) {
-			return nil, fmt.Errorf("choose placements: %s must be there twice: %w",
+			return nil, fmt.Errorf("choose placements: %s is required twice: %w",
 				ID(p.GPU, p.Placement), gpu.ErrInvalid)
 		}
 		if err := ts.admit(p); err != nil {
@@ -113,7 +113,7 @@ func PreferWithin(steps *int, offers []Offer, available, must []Place, n int) ([
 
 	need := n - len(out)
 	if need > len(last) {
-		return nil, fmt.Errorf("choose %d placements: only %d of those available can stand together: %w",
+		return nil, fmt.Errorf("choose %d placements: only %d of those available can exist together: %w",
 			n, len(out)+len(last), gpu.ErrNoRoom)
 	}
 	out = append(out, last[:need]...)
@@ -178,7 +178,7 @@ func (ts tables) admit(p Place) error {
 		return err
 	}
 	if !t.Card.Fits(t.taken, p.Placement) {
-		return fmt.Errorf("choose placements: %s must be among them and cannot stand beside what is taken: %w",
+		return fmt.Errorf("choose placements: %s must be among them and cannot exist beside those taken: %w",
 			ID(p.GPU, p.Placement), gpu.ErrNoRoom)
 	}
 	t.taken = append(t.taken, p.Placement)

@@ -57,7 +57,7 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 			continue
 		}
 		if w.N < 0 {
-			return nil, fmt.Errorf("%d of %s: a count is not negative: %w", w.N, w.Profile, gpu.ErrInvalid)
+			return nil, fmt.Errorf("%d of %s: a count must not be negative: %w", w.N, w.Profile, gpu.ErrInvalid)
 		}
 		i := c.index(w.Profile.GPUInstance())
 		if i < 0 {
