@@ -114,7 +114,7 @@ Legend:
   X     the device itself
   SYS   over PCIe and from one NUMA node to another
   NODE  over PCIe and from one host bridge to another of the same NUMA node
-  PHB   over PCIe and the host bridge that both hang on
+  PHB   over PCIe and the host bridge above both
   PXB   over several PCIe switches, but no host bridge
   PIX   over one PCIe switch or bridge
   NV#   over # NVLink lanes
