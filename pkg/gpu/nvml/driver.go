@@ -21,7 +21,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
@@ -126,7 +126,7 @@ type session struct {
 	lib     nvml.Interface
 	log     *slog.Logger
 	ration  *brief.Ration // limits the log lines that a program on a GPU can cause without end
-	gates   *gates
+	locks   *locks
 
 	// stale is true while a GPU is lost, or is in the machine but not in the driver's list. Only
 	// a new initialisation can bring it back.
@@ -139,11 +139,11 @@ type session struct {
 }
 
 // inFlight describes the calls that keep the library from being shut down or initialised anew.
-func (g *gates) inFlight() string {
-	g.mu.Lock()
-	defer g.mu.Unlock()
+func (l *locks) inFlight() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	var calls []string
-	for _, own := range g.cards {
+	for _, own := range l.gpus {
 		if call := own.UnderWay(); call != "" {
 			calls = append(calls, call)
 		}
@@ -164,45 +164,46 @@ var process struct {
 	// Guarded by the mutex:
 	library string  // the library that symbols are bound to
 	loaded  content // its content when it was loaded
-	*gates          // the same for all Drivers
+	*locks          // the same for all Drivers
 	driver  *Driver // the one that is open, or was last
 	open    bool
 }
 
-// gates are the locks for this process's calls of the driver's library. A call that hangs since
+// locks are the locks for this process's calls of the driver's library. A call that hangs since
 // an earlier Driver still holds its lock, so it blocks the next Driver too.
 //
-// Lock order: the door of a GPU, outside, sets, waits, door.
-type gates struct {
-	door  *door.Door // for calls that need no other door
-	waits *door.Door // for calls on event sets
-	// outside is held together by those who use the library's handles without door and waits.
-	// Initialising the library and shutting it down take it alone.
-	outside *door.Share
-	// sets is held together while Events waits for events. Work that cannot run meanwhile takes
+// Lock order: the lock of a GPU, handles, waiting, eventSets, calls.
+type locks struct {
+	calls     *ctxlock.Mutex // for calls that need no other lock
+	eventSets *ctxlock.Mutex // for calls on event sets
+	// handles is held together by those who use the library's handles without the locks above.
+	// Initialising the library and shutting it down make the handles invalid, and take it alone.
+	handles *ctxlock.RWMutex
+	// waiting is held together while Events waits for events. Work that cannot run meanwhile takes
 	// it alone.
-	sets *door.Share
+	waiting *ctxlock.RWMutex
 
 	mu sync.Mutex
 	// Guarded by mu:
-	cards map[gpu.UUID]*door.Door // by GPU, for work on its MIG side
+	gpus map[gpu.UUID]*ctxlock.Mutex // by GPU, for work on its MIG side
 }
 
-func newGates() *gates {
-	return &gates{
-		door: door.New(), waits: door.New(), outside: door.NewShare(), sets: door.NewShare(),
-		cards: map[gpu.UUID]*door.Door{},
+func newLocks() *locks {
+	return &locks{
+		calls: ctxlock.NewMutex(), eventSets: ctxlock.NewMutex(),
+		handles: ctxlock.NewRWMutex(), waiting: ctxlock.NewRWMutex(),
+		gpus: map[gpu.UUID]*ctxlock.Mutex{},
 	}
 }
 
-// card returns the door for work on one GPU's MIG side.
-func (g *gates) card(u gpu.UUID) *door.Door {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	own, ok := g.cards[u]
+// ofGPU returns the lock for work on one GPU's MIG side.
+func (l *locks) ofGPU(u gpu.UUID) *ctxlock.Mutex {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	own, ok := l.gpus[u]
 	if !ok {
-		own = door.NewPatient()
-		g.cards[u] = own
+		own = ctxlock.NewPatientMutex()
+		l.gpus[u] = own
 	}
 	return own
 }
@@ -232,10 +233,10 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w",
 			gpu.ErrInvalid)
 	}
-	if process.gates == nil {
-		process.gates = newGates()
+	if process.locks == nil {
+		process.locks = newLocks()
 	}
-	s.gates = process.gates
+	s.locks = process.locks
 	named := !filepath.IsAbs(s.library) // the path is known only once the library is loaded
 	if !named {
 		if err := s.identifyLocked(); err != nil {
@@ -244,7 +245,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	library := s.library
 	load := func() (string, error) { return check(library) }
-	if s.library, err = door.Through(ctx, s.gates.door, "load "+library, load, nil); err != nil {
+	if s.library, err = ctxlock.Do(ctx, s.locks.calls, "load "+library, load, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	if named {
@@ -255,7 +256,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	process.library, process.loaded = s.library, s.loaded // the next call binds the symbols of this library
 	seen := (&presence{s}).hardware()
 	letGo := func(lib nvml.Interface) { lib.Shutdown() }
-	s.lib, err = door.Through(ctx, s.gates.door, "initialise "+s.library, s.initialise, letGo)
+	s.lib, err = ctxlock.Do(ctx, s.locks.calls, "initialise "+s.library, s.initialise, letGo)
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -307,23 +308,23 @@ func (s *session) initialise() (nvml.Interface, error) {
 	return lib, nvmlInit.failed("initialise the driver", lib.Init())
 }
 
-// alone runs f with both waits and door held. It calls release exactly once: after f, which may
-// end after the caller has left, or when it is certain that f will not run. The caller takes the
-// locks that release gives back before it calls alone.
-func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
+// exclusive runs f with both eventSets and calls held. It calls release exactly once: after f,
+// which may end after the caller has left, or when it is certain that f will not run. The caller
+// takes the locks that release gives back before it calls exclusive.
+func (s *session) exclusive(ctx context.Context, what string, release func(), f func() error) error {
 	var began atomic.Int32 // 1: f has begun; 2: f will never run
-	// This door is entered, not passed by Through: everything until Leave ends with ctx. So waits
-	// never counts as hung here.
-	err := s.gates.waits.Enter(ctx, what)
+	// This is Lock and not Do: everything until Unlock ends with ctx. So eventSets never counts as
+	// hung here.
+	err := s.locks.eventSets.Lock(ctx, what)
 	if err == nil {
-		_, err = door.Through(ctx, s.gates.door, what, func() (none struct{}, _ error) {
+		_, err = ctxlock.Do(ctx, s.locks.calls, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-		s.gates.waits.Leave()
+		s.locks.eventSets.Unlock()
 	}
 	if began.CompareAndSwap(0, 2) {
 		release()
@@ -359,9 +360,9 @@ func (s *session) initialised() error {
 // errClosed is the error of a Driver that was closed.
 var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
-// call runs f with the general door held.
+// call runs f with locks.calls held.
 func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.gates.door, what, open(s, what, f), nil)
+	value, err := ctxlock.Do(ctx, s.locks.calls, what, open(s, what, f), nil)
 	return value, s.explained(err)
 }
 
@@ -423,7 +424,7 @@ func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]g
 		of, errs := map[gpu.UUID]gpu.Memory{}, []error(nil)
 		for _, u := range gpus {
 			if ctx.Err() != nil {
-				break // the caller has left, and others wait for the door
+				break // the caller has left, and others wait for the lock
 			}
 			h, err := r.handle(u)
 			if err == nil {

@@ -16,7 +16,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
@@ -42,8 +42,8 @@ const (
 	nameWait = 100 * time.Millisecond
 )
 
-// bell carries requests to Events from the methods that change a GPU's mode.
-type bell struct {
+// requests carries requests to Events from the methods that change a GPU's mode.
+type requests struct {
 	// again makes Events register the GPUs again.
 	again chan struct{}
 	// hurried is when waits for events may be long again, in nanoseconds since 1970; 0 if no wait
@@ -55,12 +55,12 @@ type bell struct {
 type events struct {
 	*session
 	*presence
-	*bell
+	*requests
 	// look holds one token, except while findLost asks the GPUs.
 	look chan struct{}
 	// said is the last warning about each GPU that cannot report events, by index. at is the
-	// UUIDs of the GPUs at their last registration, by index. Both are used only while waits is
-	// held.
+	// UUIDs of the GPUs at their last registration, by index. Both are used only while
+	// locks.eventSets is held.
 	said map[int]string
 	at   map[int]gpu.UUID
 
@@ -69,8 +69,8 @@ type events struct {
 	seen string
 }
 
-func newEvents(s *session, p *presence, b *bell, seen string) *events {
-	e := &events{session: s, presence: p, bell: b, look: make(chan struct{}, 1), said: map[int]string{}, seen: seen}
+func newEvents(s *session, p *presence, b *requests, seen string) *events {
+	e := &events{session: s, presence: p, requests: b, look: make(chan struct{}, 1), said: map[int]string{}, seen: seen}
 	e.look <- struct{}{}
 	return e
 }
@@ -230,9 +230,9 @@ func (w *watch) pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// arm registers all GPUs except those known to be lost. It holds waits, not door, so a call that
-// hangs does not delay it. Only a new initialisation must wait for such a call; arm goes on
-// without it if that takes too long. If SetMIGMode or Reset holds sets alone, arm waits.
+// arm registers all GPUs except those known to be lost. It holds eventSets, not calls, so a call
+// that hangs does not delay it. Only a new initialisation must wait for such a call; arm goes on
+// without it if that takes too long. If SetMIGMode or Reset holds waiting alone, arm waits.
 func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
@@ -244,27 +244,27 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 		}
 	}
 	for {
-		// sets is joined while waits is held. Only there it is certain whether the registration
-		// happens, also if this caller has left.
-		if err := e.gates.sets.Join(ctx); err != nil {
+		// Take waiting inside Do, while eventSets is held. Only there it is certain that the
+		// registration happens, even if this caller has left.
+		if err := e.locks.waiting.RLock(ctx); err != nil {
 			return renewed, fmt.Errorf("%s: %w", what, err)
 		}
-		e.gates.sets.Part()
+		e.locks.waiting.RUnlock()
 		var a armed
-		a, err = door.Through(ctx, e.gates.waits, what, open(e.session, what, func() (armed, error) {
-			if !e.gates.sets.TryJoin() {
-				return armed{}, errNotAlone
+		a, err = ctxlock.Do(ctx, e.locks.eventSets, what, open(e.session, what, func() (armed, error) {
+			if !e.locks.waiting.TryRLock() {
+				return armed{}, errExclusive
 			}
 			a, err := e.register(lost)
 			if err != nil {
-				e.gates.sets.Part()
+				e.locks.waiting.RUnlock()
 			}
 			return a, err
 		}), func(a armed) {
 			a.set.Free()
-			e.gates.sets.Part()
+			e.locks.waiting.RUnlock()
 		})
-		if errors.Is(err, errNotAlone) {
+		if errors.Is(err, errExclusive) {
 			continue
 		}
 		if err == nil {
@@ -274,8 +274,8 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	}
 }
 
-// errNotAlone makes arm try again: sets is held alone.
-var errNotAlone = errors.New("the wait for events is not allowed now")
+// errExclusive makes arm try again: SetMIGMode or Reset holds waiting alone.
+var errExclusive = errors.New("the wait for events is not allowed now")
 
 // tryRenew initialises the driver anew, unless other calls hold the locks for longer than
 // renewWait. renewed is false if it did not.
@@ -290,12 +290,12 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 	}).Stop()
 	const what = "initialise the driver anew"
 	const asBefore = "cannot initialise the driver anew; watching only the GPUs known so far"
-	if !e.gates.outside.TrySeize() { // handles are in use that a shutdown would make invalid
-		e.log.Warn(asBefore, "why", e.gates.inFlight())
+	if !e.locks.handles.TryLock() { // handles are in use that a shutdown would make invalid
+		e.log.Warn(asBefore, "why", e.locks.inFlight())
 		return false, nil
 	}
 	var held error
-	err = e.alone(ctx, what, e.gates.outside.Yield, func() (err error) {
+	err = e.exclusive(ctx, what, e.locks.handles.Unlock, func() (err error) {
 		inside.Store(true)
 		if e.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
@@ -396,11 +396,11 @@ func (e *events) registerOne(
 
 // disarm frees the set. No wait on it is under way.
 func (e *events) disarm(a armed) {
-	defer e.gates.sets.Part()
+	defer e.locks.waiting.RUnlock()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
 	// It does not check for Close: Close may have begun, and waits for this.
-	if _, err := door.Through(ctx, e.gates.waits, "free an event set", func() (struct{}, error) {
+	if _, err := ctxlock.Do(ctx, e.locks.eventSets, "free an event set", func() (struct{}, error) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
@@ -431,7 +431,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
-	sought := w.events.gates.sets.Wanted()
+	sought := w.events.locks.waiting.Wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
@@ -499,9 +499,9 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 }
 
 // findLost asks each GPU of a set, in index order, a question that makes the driver ask the card:
-// that takes less than a millisecond for eight GPUs. It does so without door: a call that hangs
-// there must not delay the report of a loss. findLost's own call may hang too; until that has
-// ended, later calls of findLost find no GPU.
+// that takes less than a millisecond for eight GPUs. It does so without the lock calls: a call
+// that hangs there must not delay the report of a loss. findLost's own call may hang too; until
+// that has ended, later calls of findLost find no GPU.
 func (e *events) findLost(a armed) <-chan gpu.UUID {
 	found := make(chan gpu.UUID, len(a.order)) // room for all, since the receiver may have left
 	select {
@@ -510,7 +510,7 @@ func (e *events) findLost(a armed) <-chan gpu.UUID {
 		close(found)
 		return found
 	}
-	if !e.gates.outside.TryJoin() {
+	if !e.locks.handles.TryRLock() {
 		e.look <- struct{}{}
 		close(found)
 		return found
@@ -518,7 +518,7 @@ func (e *events) findLost(a armed) <-chan gpu.UUID {
 	go func() {
 		defer close(found)
 		defer func() {
-			e.gates.outside.Part()
+			e.locks.handles.RUnlock()
 			e.look <- struct{}{}
 		}()
 		for _, h := range a.order {
@@ -547,7 +547,7 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 		case <-grace.C:
 			go func() { // the library cannot be initialised anew until the wait ends
 				<-l.done
-				w.events.gates.sets.Part()
+				w.events.locks.waiting.RUnlock()
 			}()
 			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned",
 				gpu.ErrTimeout, w.events.opts.EventWait)
@@ -611,7 +611,7 @@ func (w *watch) listen() *listener {
 
 // hurry makes the next waits for events short. A change of mode or a reset has to wait for them,
 // and others may follow.
-func (b *bell) hurry() { b.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
+func (b *requests) hurry() { b.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
 
 // eventWait returns how long the next wait for events may take.
 func (e *events) eventWait() time.Duration {
@@ -635,7 +635,7 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
 	const what = "read the UUID of a GPU with an error"
-	u, err := door.Through(ctx, w.events.gates.waits, what, func() (gpu.UUID, error) {
+	u, err := ctxlock.Do(ctx, w.events.locks.eventSets, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)

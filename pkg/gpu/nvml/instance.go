@@ -52,7 +52,7 @@ func (m *migSide) createInstance(
 	}
 
 	// Usually nothing exists there, so the creation is tried first.
-	var s standing
+	var s gpuInstance
 	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
 		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
 	if ret == nvml.SUCCESS {
@@ -62,8 +62,8 @@ func (m *migSide) createInstance(
 		}
 		s.profile = p
 	} else {
-		own, listed := m.standingOf(h, u, p)
-		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
+		own, listed := m.gpuInstancesOf(h, u, p)
+		i := slices.IndexFunc(own, func(s gpuInstance) bool { return s.at == at })
 		if listed != nil || i < 0 {
 			return in, advised(nvmlDeviceCreateGpuInstanceWithPlacement.refused(ret), p)
 		}
@@ -125,7 +125,7 @@ func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profi
 
 // computeProfiles returns the kinds of compute instances that a GPU instance can hold, in the
 // driver's order.
-func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
+func (m *migSide) computeProfiles(u gpu.UUID, s gpuInstance) ([]computeProfile, error) {
 	key := computeKey{u, s.profile.ID}
 	m.profiles.mu.Lock()
 	known := m.profiles.compute[key]
@@ -171,7 +171,7 @@ type compute struct {
 }
 
 // computes lists the compute instances in a GPU instance.
-func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
+func (m *migSide) computes(u gpu.UUID, s gpuInstance) ([]compute, error) {
 	list, err := m.computeProfiles(u, s)
 	if err != nil {
 		return nil, err
@@ -197,7 +197,7 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 
 // inPlace returns the instance whose compute instance begins at compute slice ci and has
 // computeSlices. If there is none, its GI is -1.
-func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, computeSlices, ci int) (gpu.Instance, error) {
+func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s gpuInstance, computeSlices, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
 	found, err := m.computes(u, s)
 	if err != nil {
@@ -221,7 +221,7 @@ func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, computeSlices, 
 
 // createCompute creates a compute instance in a GPU instance. If it fails later than that, it
 // destroys the compute instance again.
-func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (in gpu.Instance, err error) {
+func (m *migSide) createCompute(u gpu.UUID, s gpuInstance, computeSlices, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	if computeSlices != s.profile.Slices {
@@ -270,7 +270,7 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 
 // placeCompute creates a compute instance that begins at compute slice ci. A driver that cannot
 // be given a place chooses one itself. One that has all of its GPU instance has only one place.
-func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
+func (m *migSide) placeCompute(s gpuInstance, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
 	placed := m.has(nvmlGpuInstanceCreateComputeAt) && m.has(nvmlGpuInstanceGetComputePlacements)
 	if p.slices == s.profile.Slices || !placed {
@@ -344,7 +344,7 @@ func sought(ret nvml.Return) nvml.Return {
 // others. destroyed is true if it destroyed the compute instance, also if it then failed; a
 // compute instance that was gone already is no error.
 func (m *migSide) destroyCompute(
-	u gpu.UUID, s standing, computeSlices int, in gpu.Instance,
+	u gpu.UUID, s gpuInstance, computeSlices int, in gpu.Instance,
 ) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {

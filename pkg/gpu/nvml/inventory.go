@@ -30,7 +30,8 @@ type survey struct {
 	}
 	links   *linkReader
 	machine *machine
-	// last is the last good reading of each GPU ever seen. It is used only while door is held.
+	// last is the last good reading of each GPU ever seen. It is used only while locks.calls is
+	// held.
 	last map[gpu.UUID]gpu.Device
 }
 

@@ -15,9 +15,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// A GPU's links are counted once, by number, up to the first number that is an invalid argument. The
-// driver names a link's far end only while the link is up. linkReader asks for it when the link
-// comes up, and keeps it by PCI address, so that it holds when indices change.
+// A GPU's links are counted once, by number, up to the first number that is an invalid argument.
+// The driver names a link's far end only while the link is up. linkReader asks for it when the
+// link comes up, and keeps it by PCI address, so that it holds when indices change.
 //
 // Each inventory reads which links are up: all of a GPU's with one call for field values, as NCCL
 // reads them on Hopper. That field (NVML_FI_DEV_NVLINK_GET_STATE) is used if it agreed with
@@ -71,7 +71,7 @@ type lane struct {
 	mbps     int    // MB/s in each direction; 0 if not known
 }
 
-// linkReader reads GPUs' NVLinks. It is used only while door is held.
+// linkReader reads GPUs' NVLinks. It is used only while locks.calls is held.
 type linkReader struct {
 	*session
 	known map[gpu.UUID]*nvlinks // of each GPU ever seen

@@ -14,7 +14,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
@@ -52,14 +52,14 @@ func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
 	}))
 }
 
-// work runs f with the door of one GPU held.
+// work runs f with the lock of one GPU held.
 func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.gates.card(u), what, func() (T, error) {
+	value, err := ctxlock.Do(ctx, s.locks.ofGPU(u), what, func() (T, error) {
 		var none T
-		if err := s.gates.outside.Join(ctx); err != nil {
+		if err := s.locks.handles.RLock(ctx); err != nil {
 			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
 		}
-		defer s.gates.outside.Part()
+		defer s.locks.handles.RUnlock()
 		return open(s, what, f)()
 	}, nil)
 	return value, s.explained(err)
@@ -211,7 +211,7 @@ func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 // instance, and one with CI -1 and no UUID for a GPU instance without any. An instance that comes
 // or goes meanwhile may be missing or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
-	own := m.gates.card(u)
+	own := m.locks.ofGPU(u)
 	for failed, crossed := 0, 0; failed < mostReadings && crossed < mostCrossed; {
 		before := own.Moves()
 		// If an instance goes away between two calls about it, the second call fails, though the
@@ -231,7 +231,7 @@ func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (
 }
 
 func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
-	standing, err := m.standing(h, u, profiles)
+	standing, err := m.gpuInstances(h, u, profiles)
 	if err != nil || len(standing) == 0 {
 		return nil, err
 	}
@@ -266,25 +266,25 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	return all, nil
 }
 
-// standing is a GPU instance that exists.
-type standing struct {
+// gpuInstance is a GPU instance that exists.
+type gpuInstance struct {
 	gi      nvml.GpuInstance
 	id      int
 	profile gpu.Profile
 	at      gpu.Placement
 }
 
-// standing lists the GPU instances on a GPU. The driver lists them profile by profile. A profile
-// that has no room beside the instances found so far is left out.
-func (m *migSide) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]standing, error) {
-	var found []standing
+// gpuInstances lists the GPU instances on a GPU. The driver lists them profile by profile. A
+// profile that has no room beside the instances found so far is left out.
+func (m *migSide) gpuInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpuInstance, error) {
+	var found []gpuInstance
 	for _, p := range profiles {
 		if len(p.Placements) > 0 && !slices.ContainsFunc(p.Placements, func(at gpu.Placement) bool {
-			return !slices.ContainsFunc(found, func(s standing) bool { return overlap(s.at, at) })
+			return !slices.ContainsFunc(found, func(s gpuInstance) bool { return overlap(s.at, at) })
 		}) {
 			continue
 		}
-		own, err := m.standingOf(h, u, p)
+		own, err := m.gpuInstancesOf(h, u, p)
 		if err != nil {
 			return nil, err
 		}
@@ -295,13 +295,13 @@ func (m *migSide) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([
 
 func overlap(a, b gpu.Placement) bool { return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size }
 
-// standingOf lists the GPU instances of one profile.
-func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
+// gpuInstancesOf lists the GPU instances of one profile.
+func (m *migSide) gpuInstancesOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]gpuInstance, error) {
 	list, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
 	if err := nvmlDeviceGetGpuInstances.failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
 		return nil, err
 	}
-	var found []standing
+	var found []gpuInstance
 	for _, gi := range list {
 		s, err := describe(gi, fmt.Sprintf("a %s instance of %s", p.Name, u))
 		if err != nil {
@@ -318,9 +318,9 @@ func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standi
 }
 
 // describe reads a GPU instance: of its profile only the ID.
-func describe(gi nvml.GpuInstance, what string) (standing, error) {
+func describe(gi nvml.GpuInstance, what string) (gpuInstance, error) {
 	info, ret := gi.GetInfo()
-	return standing{
+	return gpuInstance{
 		gi: gi, id: int(info.Id), profile: gpu.Profile{ID: int(info.ProfileId)},
 		at: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)},
 	}, nvmlGpuInstanceGetInfo.failed("read "+what, ret)
@@ -328,7 +328,7 @@ func describe(gi nvml.GpuInstance, what string) (standing, error) {
 
 // devices lists the compute instances in GPU instances; the driver calls them MIG devices. Busy
 // is not set.
-func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
+func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []gpuInstance) ([]gpu.Instance, error) {
 	most, ret := h.GetMaxMigDeviceCount()
 	if err := nvmlDeviceGetMaxMigDeviceCount.failed("count the MIG devices of "+string(u), ret); err != nil {
 		return nil, err
@@ -351,7 +351,7 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 		if err := nvmlDeviceGetGpuInstanceId.failed("read the GPU instance of "+what, ret); err != nil {
 			return nil, err
 		}
-		at := slices.IndexFunc(in, func(s standing) bool { return s.id == gi })
+		at := slices.IndexFunc(in, func(s gpuInstance) bool { return s.id == gi })
 		if at < 0 {
 			continue // the GPU instance was created after the list was read
 		}
@@ -366,7 +366,9 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 }
 
 // migDevice reads a MIG device in a GPU instance, and its number of compute slices.
-func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, computeSlices int, err error) {
+func (m *migSide) migDevice(
+	dev nvml.Device, what string, s gpuInstance,
+) (in gpu.Instance, computeSlices int, err error) {
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	var ret nvml.Return
 	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {

@@ -15,7 +15,7 @@ import (
 // modes changes how a GPU as a whole works.
 type modes struct {
 	*session
-	*bell
+	*requests
 }
 
 func (m *modes) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
@@ -29,11 +29,11 @@ func (m *modes) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 		activation, ret := h.SetMigMode(mode)
 		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
 			// The client that is in the way may be this process, which waits for events.
-			if err := m.gates.sets.Seize(ctx); err != nil {
+			if err := m.locks.waiting.Lock(ctx); err != nil {
 				return none, fmt.Errorf("stop waiting for events: %w", err)
 			}
 			activation, ret = h.SetMigMode(mode)
-			m.gates.sets.Yield()
+			m.locks.waiting.Unlock()
 		}
 		if err := nvmlDeviceSetMigMode.refused(ret); err != nil {
 			if errors.Is(err, gpu.ErrInUse) {

@@ -17,12 +17,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// leftOut are the hooks of NVIDIA's that would let a container decide what it gets. The first
+// leftOut are NVIDIA's hooks that would let a container decide what it gets. The first
 // reads memory limits from its environment; the second puts driver libraries of its image before
 // the host's. Only the agent sets limits.
 //
-// All else of NVIDIA's list stays, so that a container sees what it would see under NVIDIA's toolkit.
-// Of the hooks these are:
+// All else of NVIDIA's list stays, so that a container sees what it would see under NVIDIA's
+// toolkit. Of the hooks these are:
 //
 //   - update-ldcache and create-symlinks, by which libcuda.so.1 is found.
 //   - disable-device-node-modification, which keeps nvidia-smi inside a container from making nodes
@@ -60,8 +60,8 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 		nvcdi.WithDevRoot(r.opts.DevRoot),
 		nvcdi.WithNVIDIACDIHookPath(r.opts.Hook),
 		nvcdi.WithDisabledHooks(leftOut...),
-		// It would load one more library of the driver into the process, whose calls door does
-		// not guard.
+		// It would load one more library of the driver into the process, whose calls no lock
+		// guards.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 	)
 	if err != nil {

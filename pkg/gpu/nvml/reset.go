@@ -25,10 +25,10 @@ const (
 	// othersWait bounds how long a reset waits for MIG work that is under way. Other work waits
 	// behind the reset.
 	othersWait = time.Minute
-	// takeUpWait bounds the attempts to initialise the driver after a reset, and takeUpPause is
-	// the pause between two.
-	takeUpWait  = 10 * time.Second
-	takeUpPause = 100 * time.Millisecond
+	// reinitialiseWait bounds the attempts to initialise the driver after a reset, and
+	// reinitialisePause is the pause between two.
+	reinitialiseWait  = 10 * time.Second
+	reinitialisePause = 100 * time.Millisecond
 	// mostClients bounds how many clients of a GPU an error lists.
 	mostClients = 8
 )
@@ -41,18 +41,18 @@ func (m *modes) Reset(ctx context.Context, u gpu.UUID) error {
 	}
 	soon, cancel := context.WithTimeout(ctx, othersWait)
 	defer cancel()
-	if err := m.gates.outside.Seize(soon); err != nil {
-		return fmt.Errorf("%s: %w: %s", what, err, m.gates.inFlight())
+	if err := m.locks.handles.Lock(soon); err != nil {
+		return fmt.Errorf("%s: %w: %s", what, err, m.locks.inFlight())
 	}
-	if err := m.gates.sets.Seize(ctx); err != nil {
-		m.gates.outside.Yield()
+	if err := m.locks.waiting.Lock(ctx); err != nil {
+		m.locks.handles.Unlock()
 		return fmt.Errorf("%s: stop waiting for events: %w", what, err)
 	}
 	release := func() {
-		m.gates.sets.Yield()
-		m.gates.outside.Yield()
+		m.locks.waiting.Unlock()
+		m.locks.handles.Unlock()
 	}
-	return m.explained(m.alone(ctx, what, release, func() error {
+	return m.explained(m.exclusive(ctx, what, release, func() error {
 		if m.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
 		}
@@ -71,7 +71,7 @@ func (m *modes) reset(what string, u gpu.UUID) error {
 		minor = -1 // a broken GPU may be reset too
 	}
 	if err := m.shutdown(what + ": shut the driver down"); err != nil {
-		return errors.Join(err, m.takeUp(what))
+		return errors.Join(err, m.reinitialise(what))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), resetWait)
 	defer cancel()
@@ -79,24 +79,24 @@ func (m *modes) reset(what string, u gpu.UUID) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		err = fmt.Errorf("%w; %s", err, m.clients(minor))
 	}
-	return errors.Join(err, m.takeUp(what))
+	return errors.Join(err, m.reinitialise(what))
 }
 
-// takeUp initialises the driver after a reset. It tries for takeUpWait: the card may not be ready
-// at once, and without a driver all GPUs of the node are down.
-func (m *modes) takeUp(what string) error {
+// reinitialise initialises the driver after a reset. It tries for reinitialiseWait: the card may
+// not be ready at once, and without a driver all GPUs of the node are down.
+func (m *modes) reinitialise(what string) error {
 	var err error
 	for began := time.Now(); ; {
 		if err = m.initialised(); err == nil {
 			return nil
 		}
-		if m.stopped.Err() != nil || time.Since(began) > takeUpWait {
+		if m.stopped.Err() != nil || time.Since(began) > reinitialiseWait {
 			return fmt.Errorf("%s: %w", what, err)
 		}
 		m.log.Warn("cannot initialise the driver after a reset; trying again", "err", err)
 		select {
 		case <-m.stopped.Done():
-		case <-time.After(takeUpPause):
+		case <-time.After(reinitialisePause):
 		}
 	}
 }

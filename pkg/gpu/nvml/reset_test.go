@@ -45,7 +45,7 @@ func TestResetMeaning(t *testing.T) {
 // Clients are found by the device that they have open, under whatever name.
 func TestClients(t *testing.T) {
 	root := t.TempDir()
-	d := newRooms(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
+	d := newComponents(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
 	dev := func(name string, minor uint32) string {
 		t.Helper()
 		path := filepath.Join(root, "dev", name)

@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -27,14 +27,14 @@ import (
 const sysWait = time.Second
 
 // machine reads what the kernel knows of the machine, and of where GPUs are in it. It does not
-// use the driver's door: it makes no call of the driver, and a network card that hangs must not
+// use the driver's locks: it makes no call of the driver, and a network card that hangs must not
 // look like a GPU that hangs.
 //
 // A reading hangs if the firmware of a network card does. Then an inventory waits for sysWait and
 // reads all but the network cards; these stay as they were. While the first reading hangs, later
 // inventories do not wait for it.
 type machine struct {
-	all, cardless *door.Door // for readings with and without network cards
+	all, cardless *ctxlock.Mutex // for readings with and without network cards
 
 	mu sync.Mutex
 	// Guarded by mu, as last read:
@@ -45,7 +45,7 @@ type machine struct {
 }
 
 func newMachine() *machine {
-	return &machine{all: door.New(), cardless: door.New(), gpus: map[gpu.UUID]gpu.Device{}}
+	return &machine{all: ctxlock.NewMutex(), cardless: ctxlock.NewMutex(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
 // place adds to an inventory what the kernel knows. Facts that the kernel does not have now, as
@@ -99,8 +99,8 @@ func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	return nil
 }
 
-// read reads sysfs for the GPUs of an inventory, with the door at held.
-func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
+// read reads sysfs for the GPUs of an inventory, with the lock at held.
+func (m *machine) read(ctx context.Context, at *ctxlock.Mutex, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
 	// A copy, since the reading may go on after the caller has left.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
@@ -113,7 +113,7 @@ func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.I
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, sysWait)
 	defer cancel()
-	return door.Through(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
+	return ctxlock.Do(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
 		asked.Load = loaded(sys)
 		for i := range asked.GPUs {

@@ -34,10 +34,10 @@ func (m *modes) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlic
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
-	if err := m.gates.outside.Join(ctx); err != nil { // the program is a client too
+	if err := m.locks.handles.RLock(ctx); err != nil { // the program is a client too
 		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
 	}
-	defer m.gates.outside.Part()
+	defer m.locks.handles.RUnlock()
 	return m.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
 }
 

@@ -17,8 +17,8 @@ import (
 // Calls of the library run one at a time (see the package's comment), and each method waits no
 // longer than its context.
 //
-// The embedded interfaces are its components. All share the session, and Modes shares the bell
-// with events. No component holds another one.
+// The embedded interfaces are its components. All share the session, and Modes shares the
+// requests with events. No component holds another one.
 type Driver struct {
 	Readings
 	Survey
@@ -43,7 +43,7 @@ func newDriver(s *session, seen string) *Driver {
 	now := &readings{s}
 	side := newMIGSide(s, now.processes)
 	there := &presence{s}
-	rings := &bell{again: make(chan struct{}, 1)}
+	rings := &requests{again: make(chan struct{}, 1)}
 	return &Driver{
 		Readings: now, Survey: newSurvey(s, there, now.memory, side), Instances: side,
 		Modes: &modes{s, rings}, Limits: &memoryLimits{s}, Contents: contents{&partsReader{s}, &capabilities{s}},
@@ -108,12 +108,12 @@ func (d *Driver) letGo() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
 	defer cancel()
-	err := s.gates.outside.Seize(ctx)
+	err := s.locks.handles.Lock(ctx)
 	if err != nil { // handles are in use that a shutdown would make invalid
-		err = fmt.Errorf("shut the driver down: %w: %s", err, s.gates.inFlight())
+		err = fmt.Errorf("shut the driver down: %w: %s", err, s.locks.inFlight())
 	} else {
 		const what = "shut the driver down"
-		err = s.alone(ctx, what, s.gates.outside.Yield, func() error { return s.shutdown(what) })
+		err = s.exclusive(ctx, what, s.locks.handles.Unlock, func() error { return s.shutdown(what) })
 	}
 	process.Lock()
 	process.open = false
@@ -157,9 +157,10 @@ type Readings interface {
 	// for the last ten seconds, and 28 % for the last two. That driver keeps some 16 seconds; if
 	// asked for more it answers for those.
 	Utilization(ctx context.Context, since time.Time, gpus ...gpu.UUID) (map[gpu.UUID]map[int]float64, error)
-	// Health reads what the driver records of a GPU's faults. What the card or the driver does
-	// not have stays zero (see gpu.Health): ECC counts if ECC is off or absent, remapped rows
-	// before Ampere, retired pages from Ampere on, the recovery action before R550.
+	// Health reads, and does not judge, what the driver records of a GPU's faults. What the card
+	// or the driver does not have stays zero (see gpu.Health): ECC counts if ECC is off or
+	// absent, remapped rows before Ampere, retired pages from Ampere on, the recovery action
+	// before R550.
 	//
 	// Errors: gpu.ErrLost for a GPU that fell off the bus or needs a reset, gpu.ErrNotFound for a
 	// UUID that the driver does not know.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package door
+package ctxlock
 
 import (
 	"context"
@@ -16,9 +16,9 @@ import (
 // only after this time.
 const HungAfter = time.Second
 
-// Door is a lock for calls that can hang. It runs one call at a time, and lets a caller leave
+// Mutex is a lock for calls that can hang. It runs one call at a time, and lets a caller leave
 // before its call has returned.
-type Door struct {
+type Mutex struct {
 	token chan struct{} // holds one token while no call runs
 	// patient is true if no call counts as hung, however long it takes.
 	patient bool
@@ -35,67 +35,67 @@ type visit struct {
 	what  string
 	since time.Time
 
-	// Guarded by Door.mu:
+	// Guarded by Mutex.mu:
 	left     bool // the caller has left
 	answered bool // the call has returned
 }
 
-// New returns a door that is free.
-func New() *Door {
-	d := &Door{token: make(chan struct{}, 1), hung: make(chan struct{})}
-	d.token <- struct{}{}
-	return d
+// NewMutex returns a mutex that is free.
+func NewMutex() *Mutex {
+	m := &Mutex{token: make(chan struct{}, 1), hung: make(chan struct{})}
+	m.token <- struct{}{}
+	return m
 }
 
-// NewPatient returns a door where no call counts as hung. It is for work that may take long:
+// NewPatientMutex returns a mutex where no call counts as hung. It is for work that may take long:
 // callers wait as long as their contexts allow.
-func NewPatient() *Door {
-	d := New()
-	d.patient = true
-	return d
+func NewPatientMutex() *Mutex {
+	m := NewMutex()
+	m.patient = true
+	return m
 }
 
-// Enter takes the lock; Leave releases it. It fails as Through does if ctx ends first, or if the
-// running call counts as hung.
-func (d *Door) Enter(ctx context.Context, what string) error {
-	_, err := d.enter(ctx, what)
+// Lock takes the lock; Unlock releases it. It fails as Do does if ctx ends first, or if the running
+// call counts as hung.
+func (m *Mutex) Lock(ctx context.Context, what string) error {
+	_, err := m.lock(ctx, what)
 	return err
 }
 
-func (d *Door) enter(ctx context.Context, what string) (*visit, error) {
-	d.mu.Lock()
-	hung := d.hung
-	d.mu.Unlock()
+func (m *Mutex) lock(ctx context.Context, what string) (*visit, error) {
+	m.mu.Lock()
+	hung := m.hung
+	m.mu.Unlock()
 	select {
 	case <-hung:
-		return nil, d.refusal(what, nil)
+		return nil, m.refusal(what, nil)
 	default:
 	}
 	select {
 	case <-hung:
-		return nil, d.refusal(what, nil)
+		return nil, m.refusal(what, nil)
 	case <-ctx.Done():
-		return nil, d.refusal(what, context.Cause(ctx))
-	case <-d.token:
+		return nil, m.refusal(what, context.Cause(ctx))
+	case <-m.token:
 	}
 	v := &visit{what: what, since: time.Now()}
-	d.mu.Lock()
-	d.inside = v
-	d.moved++
-	d.mu.Unlock()
+	m.mu.Lock()
+	m.inside = v
+	m.moved++
+	m.mu.Unlock()
 	return v, nil
 }
 
-// Through runs f with the lock held and returns its results. If ctx ends first, the error wraps
+// Do runs f with the lock held and returns its results. If ctx ends first, the error wraps
 // gpu.ErrTimeout and the context's cause. If the running call counts as hung, the error wraps
 // gpu.ErrTimeout alone.
 //
-// f may go on after Through has returned, so it must not write to anything that the caller reads.
+// f may go on after Do has returned, so it must not write to anything that the caller reads.
 // If f succeeds after its caller has left, undo gets the value, with the lock still held. Undo
 // may be nil.
-func Through[T any](ctx context.Context, d *Door, what string, f func() (T, error), undo func(T)) (T, error) {
+func Do[T any](ctx context.Context, m *Mutex, what string, f func() (T, error), undo func(T)) (T, error) {
 	var none T
-	v, err := d.enter(ctx, what)
+	v, err := m.lock(ctx, what)
 	if err != nil {
 		return none, err
 	}
@@ -106,87 +106,87 @@ func Through[T any](ctx context.Context, d *Door, what string, f func() (T, erro
 	answers := make(chan answer, 1) // the call may return after the caller has left
 	go func() {
 		value, err := f()
-		if left := d.answer(v); left && err == nil && undo != nil {
+		if left := m.answer(v); left && err == nil && undo != nil {
 			undo(value)
 		}
 		answers <- answer{value, err}
-		d.Leave()
+		m.Unlock()
 	}()
 	select {
 	case a := <-answers:
 		return a.value, a.err
 	case <-ctx.Done():
 	}
-	if d.abandon(v) {
-		return none, d.refusal(what, context.Cause(ctx))
+	if m.abandon(v) {
+		return none, m.refusal(what, context.Cause(ctx))
 	}
 	a := <-answers // the call returned at the same moment
 	return a.value, a.err
 }
 
 // answer records that the call has returned, and reports whether its caller has left.
-func (d *Door) answer(v *visit) (left bool) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+func (m *Mutex) answer(v *visit) (left bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	v.answered = true
 	return v.left
 }
 
 // abandon records that the caller leaves. It returns false if the call has already returned.
-func (d *Door) abandon(v *visit) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
+func (m *Mutex) abandon(v *visit) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	if v.answered {
 		return false
 	}
 	v.left = true
-	if d.patient {
+	if m.patient {
 		return true
 	}
 	if wait := HungAfter - time.Since(v.since); wait > 0 {
-		time.AfterFunc(wait, func() { d.shut(v) })
+		time.AfterFunc(wait, func() { m.shut(v) })
 	} else {
-		close(d.hung)
+		close(m.hung)
 	}
 	return true
 }
 
-// shut makes d refuse all callers until v ends. It does nothing if v has ended.
-func (d *Door) shut(v *visit) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.inside == v {
-		close(d.hung)
+// shut makes m refuse all callers until v ends. It does nothing if v has ended.
+func (m *Mutex) shut(v *visit) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.inside == v {
+		close(m.hung)
 	}
 }
 
-// Leave releases the lock, for the next call.
-func (d *Door) Leave() {
-	d.mu.Lock()
-	d.inside = nil
-	d.moved++
+// Unlock releases the lock, for the next call.
+func (m *Mutex) Unlock() {
+	m.mu.Lock()
+	m.inside = nil
+	m.moved++
 	select {
-	case <-d.hung:
-		d.hung = make(chan struct{})
+	case <-m.hung:
+		m.hung = make(chan struct{})
 	default:
 	}
-	d.mu.Unlock()
-	d.token <- struct{}{}
+	m.mu.Unlock()
+	m.token <- struct{}{}
 }
 
 // Moves returns how often a call has begun or ended. If two results are equal, no call began or
 // ended in between.
-func (d *Door) Moves() uint64 {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.moved
+func (m *Mutex) Moves() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.moved
 }
 
 // UnderWay describes the running call in words. It is empty if none runs.
-func (d *Door) UnderWay() string {
-	d.mu.Lock()
-	v := d.inside
-	d.mu.Unlock()
+func (m *Mutex) UnderWay() string {
+	m.mu.Lock()
+	v := m.inside
+	m.mu.Unlock()
 	if v == nil {
 		return ""
 	}
@@ -196,9 +196,9 @@ func (d *Door) UnderWay() string {
 
 // refusal is the error for a caller that did not get the lock, or left. It names the running
 // call.
-func (d *Door) refusal(what string, cause error) error {
+func (m *Mutex) refusal(what string, cause error) error {
 	err := fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
-	if call := d.UnderWay(); call != "" {
+	if call := m.UnderWay(); call != "" {
 		err = fmt.Errorf("%w: %s", err, call)
 	}
 	if cause != nil {
