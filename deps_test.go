@@ -72,7 +72,7 @@ var packages = []entry{
 	{"internal/guard", 3, agent, "the watchdog over containers' GPU memory"},
 	{"internal/meter", 3, agent, "the account of what is granted and used"},
 	{"pkg/gpu/nvml", 2, agent, "the driver"},
-	{"pkg/gpu/nvml/internal/door", 2, agent, "waiting for a library whose calls can hang"},
+	{"pkg/gpu/nvml/internal/ctxlock", 2, agent, "locks for a library whose calls can hang"},
 	{"pkg/plugin", 2, agent, "the kubelet's device-plugin API"},
 	{"pkg/dra", 2, agent, "the kubelet's API for drivers of dynamic resource allocation"},
 	{"pkg/cdi/dir", 2, agent, "a directory of CDI files"},
@@ -143,7 +143,7 @@ var shared = map[string]string{
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel
 // alone, which every package of that floor does, or the clock alone.
-var tools = []string{"internal/atomicfile", "internal/socket", "pkg/gpu/nvml/internal/door"}
+var tools = []string{"internal/atomicfile", "internal/socket", "pkg/gpu/nvml/internal/ctxlock"}
 
 // mains are the programs of the product.
 var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "pkg/memcap/lib/hide"}

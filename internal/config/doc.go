@@ -72,7 +72,7 @@
 // its driver says. One message for the entry names the GPUs
 // and the reason:
 //
-//	gpus.yaml:7: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU
+//	gpus.yaml:7: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can exist on this GPU
 //
 // A GPU that cannot do MIG, or whose driver does not tell its profiles, is
 // refused too. Some drivers report placements only while MIG is on: there the

@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gpu has the types with which all other packages of the agent describe
-// hardware: what a GPU is called, how much memory it has, which instances it has, and
-// which failures a caller can tell apart.
+// Package gpu has the types by which the agent's other packages describe hardware: the names of
+// GPUs, their memory, their MIG instances, and the failures that callers distinguish.
 //
-// It is floor 0: plain values, no behaviour that could fail, no import beyond the
-// standard library. The driver's own types stop at pkg/gpu/nvml, the kubelet's at
-// pkg/plugin; between packages only the types declared here are passed.
+// It has plain values only and imports nothing beyond the standard library. The driver's own
+// types do not leave pkg/gpu/nvml, nor the kubelet's pkg/plugin.
 //
-// Two pairs of types run through the whole program. What could exist is not
-// what exists (a MIG [Profile] with its [Placement], against an [Instance] with
-// its UUID), and what is wanted is not what is (config.Desired, against
-// [Inventory]). Separate types keep a plan from being mistaken for a fact.
+// Two pairs of types are kept apart, so that no code takes a plan for a fact. A MIG [Profile]
+// with its [Placement] could exist; an [Instance] with its UUID exists. config.Desired is what an
+// administrator wants; [Inventory] is what the node has.
 //
-// An Inventory is also a document: `gpu-agent inventory -o json` prints it, and
-// `gpu-agent check --inventory` reads it, so its field names are a contract
-// with other tools.
+// An Inventory is also a document: `gpu-agent inventory -o json` prints it, and `gpu-agent check
+// --inventory` reads it. So its field names are a contract with other tools.
 //
 //	{"driver": "580.159.03", "gpus": [{"index": 0, "uuid": "GPU-…", "memoryMiB": 81559}]}
 //

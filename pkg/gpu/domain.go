@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// ValidateDomain refuses a domain that cannot begin resources, labels, annotations, CDI
-// names and file names alike: it must be a DNS name in lower case of at most 253 characters
-// that begins with a letter (CDI vendors must). The error wraps [ErrInvalid].
+// ValidateDomain fails unless a domain can be the prefix of resources, labels, annotations, CDI
+// names and file names. It must be a DNS name in lower case, of at most 253 characters, that
+// begins with a letter (as CDI vendors must). The error wraps [ErrInvalid].
 func ValidateDomain(domain string) error {
 	bad := func(why string) error {
 		return fmt.Errorf("domain %q: %s: %w", domain, why, ErrInvalid)

@@ -4,39 +4,38 @@ package gpu
 
 import "errors"
 
-// Ways of failing that callers act on. Errors that leave pkg/gpu/nvml wrap
-// one of these where the driver's answer means it, so that no room but that
-// one knows the driver's return codes.
+// Kinds of failures that callers distinguish. Errors of pkg/gpu/nvml wrap one of these, so that
+// no other package needs the driver's return codes.
 var (
-	// ErrNoDriver: the driver's library is absent, or it says that no driver
-	// is loaded. Retrying later can help.
+	// ErrNoDriver: the driver's library is absent, or no driver is loaded. Retrying later can
+	// help.
 	ErrNoDriver = errors.New("no NVIDIA driver")
-	// ErrNotFound: no GPU, instance or process of that name.
+	// ErrNotFound: there is no GPU, instance or process of that name.
 	ErrNotFound = errors.New("not found")
-	// ErrNotSupported: this card or driver cannot do it; retrying is useless.
+	// ErrNotSupported: this card or driver cannot do it. Retrying is useless.
 	ErrNotSupported = errors.New("not supported by this GPU or driver")
 	// ErrNoPermission: the agent lacks a privilege.
 	ErrNoPermission = errors.New("no permission")
-	// ErrInUse: a client of the GPU stands in the way.
+	// ErrInUse: clients of the GPU, or its instances, prevent it.
 	ErrInUse = errors.New("in use")
-	// ErrNoRoom: the card has no room for the instance asked for.
+	// ErrNoRoom: the card has no room for the requested instance.
 	ErrNoRoom = errors.New("insufficient resources")
-	// ErrInvalid: the driver refused an argument.
+	// ErrInvalid: an argument is wrong.
 	ErrInvalid = errors.New("invalid argument")
 	// ErrLost: the GPU fell off the bus or must be reset.
 	ErrLost = errors.New("GPU is lost")
 	// ErrTimeout: the driver did not answer in time.
 	ErrTimeout = errors.New("driver did not answer in time")
-	// ErrReloaded: the driver's library on disk is not the one that this process
-	// has loaded. Only a new process can speak to the new driver.
+	// ErrReloaded: the driver's library on disk is not the one that this process has loaded. Only
+	// a new process can use the new driver.
 	ErrReloaded = errors.New("the driver was replaced under this process")
 	// ErrDriver: any other failure that the driver reported.
 	ErrDriver = errors.New("driver error")
 )
 
-// ErrorKind returns the error of this package that err wraps, nil where it wraps none:
-// a value to compare errors by, whose texts name GPUs, processes and times. Of several
-// it is the one that says most.
+// ErrorKind returns the error of this package that err wraps, or nil if it wraps none. Callers
+// compare errors by it, since their texts contain GPUs, processes and times. If err wraps
+// several, it returns the most specific one.
 func ErrorKind(err error) error {
 	for _, kind := range []error{
 		ErrTimeout, ErrReloaded, ErrNoDriver, ErrLost, ErrInUse, ErrNoRoom,

@@ -15,55 +15,69 @@ import (
 	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
-// Bounds of what a card's table may say. Drivers of 2026 stay within 12 memory
-// slices, 18 profiles and 8 compute slices.
+// Bounds of a card's table. Drivers of 2026 stay within 12 memory slices, 18 profiles and 8
+// compute slices.
 const (
 	maxMemory   = fill.Most // a set of memory slices is a word
 	maxProfiles = 32
 	maxSlices   = 64 // a set of compute slices is a word
 )
 
-// Card is what one GPU's driver says can exist on it. It is immutable and safe
-// for concurrent use; build it once per inventory.
+// Card is what can exist on one GPU, as its driver reports it. It is immutable and safe for
+// concurrent use; build it once per inventory.
+//
+// GPU instances can exist side by side if
+//
+//   - their memory does not overlap,
+//   - no profile has more of them than the driver's maximum,
+//   - at most one has the media extensions (+me), or as many as the driver's maximum for a
+//     profile with them,
+//   - together they need at most as many media engines of each kind as the card has. That number
+//     follows from the profiles: the engines of one instance, or of as many instances of a
+//     profile as the driver allows at a time.
+//
+// If the driver does not report engines, an instance with all of them (+me.all) can exist only
+// beside instances without any (-me).
 type Card struct {
 	profiles   []profile // in the order of Compare
 	placements []Placement
 	memory     int // memory slices
 	known      bool
 	odd        error
-	// room[a*(memory+1)+b] is what the free run of memory slices a…b-1 is worth:
-	// the sum of the sizes of all that could be placed in it.
+	// room[a*(memory+1)+b] is the worth of the free run of memory slices a…b-1: the sum of the
+	// sizes of all GPU instances that could be placed in it.
 	room []int64
-	// media is how many instances with media extensions may exist.
+	// media is how many instances with media extensions can exist.
 	media int
-	// engines says that all profiles' media engines are known; has is how many
-	// of each kind the card has then.
+	// engines is true if the media engines of all profiles are known. has is how many of each
+	// kind the card has in that case.
 	engines bool
 	has     engines
 
 	planners sync.Pool // of *planner
-	searches sync.Pool // of *fill.Search, for those who need no planner
+	searches sync.Pool // of *fill.Search, for Prefer
 }
 
 // profile is what the planner knows of a gpu.Profile.
 type profile struct {
 	name       Name
 	slices     int // compute slices
-	max        int // most that can exist; maxMemory where the driver does not say
+	max        int // most that can exist; maxMemory if not known
 	placements []Placement
 	uses       engines
-	// media: with media extensions; all: with all engines; none: without any.
+	// media: with media extensions; all: with all media engines; none: without any.
 	media, all, none bool
 }
 
 // engines counts decoders, encoders, JPEG units and optical-flow accelerators.
 type engines [4]int
 
-// NewCard reads a GPU's profiles. The card is never nil: a profile that makes
-// no sense is left out, and the error, which wraps gpu.ErrInvalid, says which
-// and why. Absent figures are unknown, not zero: without slices the name tells
-// them, without a maximum only room limits the number, without placements
-// nothing of that profile can be planned and [Card.Known] is false.
+// NewCard reads a GPU's profiles. The card is never nil. A profile that makes no sense is left
+// out; the error names each of them with the reason, and wraps gpu.ErrInvalid.
+//
+// Absent figures are unknown, not zero. Without slices, the name gives them. Without a maximum,
+// only room limits the number. Without placements, no instance of that profile can be planned,
+// and [Card.Known] is false.
 func NewCard(m *gpu.MIG) (*Card, error) {
 	c := &Card{known: len(m.Profiles) > 0, engines: len(m.Profiles) > 0}
 	var errs []error
@@ -92,7 +106,8 @@ func NewCard(m *gpu.MIG) (*Card, error) {
 		for _, s := range p.placements {
 			c.memory = max(c.memory, s.Start+s.Size)
 		}
-		// As many as the driver lets stand have their engines at the same time.
+		// All instances that the driver allows at a time have their engines, so the card has as
+		// many.
 		sure := p.max
 		if sure == maxMemory {
 			sure = 1
@@ -125,7 +140,7 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	case p.slices < 0 || p.slices > maxSlices:
 		return p, fmt.Sprintf("it has %d compute slices", p.slices)
 	case p.max < 0:
-		return p, fmt.Sprintf("at most %d may stand", p.max)
+		return p, fmt.Sprintf("its maximum is %d", p.max)
 	}
 	for _, n := range p.uses {
 		if n < 0 || n > 1<<16 {
@@ -150,8 +165,8 @@ func newProfile(from *gpu.Profile) (p profile, reason string) {
 	return p, ""
 }
 
-// measure fills in the worth of free runs. Profiles that differ by their
-// attributes alone count once: what matters is which sizes still find room.
+// measure computes the worth of free runs. Profiles that differ only by their attributes count
+// once: what matters is which sizes still find room.
 func (c *Card) measure() {
 	w := c.memory + 1
 	c.room = make([]int64, w*w)
@@ -173,7 +188,7 @@ func (c *Card) measure() {
 	}
 }
 
-// worth is the worth of all runs of free memory slices.
+// worth returns the sum of the worth of all runs of free memory slices. taken is a set of them.
 func (c *Card) worth(taken uint64) (sum int64) {
 	for a := 0; a < c.memory; {
 		if n := bits.TrailingZeros64(^(taken >> a)); n > 0 {
@@ -187,25 +202,24 @@ func (c *Card) worth(taken uint64) (sum int64) {
 	return sum
 }
 
-// index finds a GPU instance's profile, -1 if there is none.
+// index returns the index of a GPU instance's profile, or -1 if there is none.
 func (c *Card) index(n Name) int {
 	return slices.IndexFunc(c.profiles, func(p profile) bool { return p.name == n })
 }
 
-// Odd is why profiles were left out, as [NewCard] has said; nil if none was.
+// Odd returns the error of [NewCard]: why profiles were left out, or nil if none was.
 func (c *Card) Odd() error { return c.odd }
 
-// Known says whether the placements of all profiles are known. Some drivers
-// tell them only with MIG on.
+// Known reports whether the placements of all profiles are known. Some drivers report them only
+// while MIG is on.
 func (c *Card) Known() bool { return c.known }
 
-// Placements are all placements that are not split, in the order of [Compare] of their
-// profiles and then by start. The caller may not change them.
+// Placements returns all placements that are not split, by profile ([Compare]), then by start.
+// The caller must not change them.
 func (c *Card) Placements() []Placement { return c.placements }
 
-// Placement is the placement of a profile at a place, with its size; of a split, ci is
-// its first compute slice. It is false where the driver has no such profile or
-// placement.
+// Placement returns the placement of a profile at a start, with its size. For a split, ci is its
+// first compute slice. It returns false if the driver has no such profile or placement.
 func (c *Card) Placement(p Name, start, ci int) (Placement, bool) {
 	i := c.index(p.GPUInstance())
 	if i < 0 || !c.profiles[i].holds(p.Compute, ci) {
@@ -219,10 +233,9 @@ func (c *Card) Placement(p Name, start, ci int) (Placement, bool) {
 	return Placement{}, false
 }
 
-// holds says whether a compute instance of so many slices may begin at a
-// compute slice; 0 slices are all of them. The driver aligns to powers of two
-// and has no split that takes an aligned block as large as the GPU instance,
-// which leaves 1c and 2c in 3g and 4g, and 1c to 4c in 7g.
+// holds reports whether a compute instance of that many slices may begin at compute slice ci; 0
+// slices means all of them. The driver aligns to powers of two. It has no split whose aligned
+// block is as large as the GPU instance. That leaves 1c and 2c in 3g and 4g, and 1c to 4c in 7g.
 func (p *profile) holds(compute, ci int) bool {
 	if compute == 0 {
 		return ci == 0
@@ -231,7 +244,7 @@ func (p *profile) holds(compute, ci int) bool {
 	return compute > 0 && block < p.slices && ci >= 0 && ci%block == 0 && ci+compute <= p.slices
 }
 
-// align is the least power of two that is not less than n.
+// align returns the least power of two that is at least n.
 func align(n int) int {
 	if n < 1 {
 		return 1
@@ -239,7 +252,8 @@ func align(n int) int {
 	return 1 << bits.Len(uint(n-1))
 }
 
-// mask is the placement's memory as a set; empty where it makes no sense.
+// mask returns the placement's memory slices as a set. It is empty if the placement is not
+// possible.
 func (s Placement) mask() uint64 {
 	if s.Start < 0 || s.Size < 1 || s.Start >= maxMemory {
 		return 0
@@ -247,7 +261,7 @@ func (s Placement) mask() uint64 {
 	return ones(s.Size) << s.Start
 }
 
-// compute is the placement's compute slices within its GPU instance as a set.
+// compute returns the placement's compute slices within its GPU instance as a set.
 func (s Placement) compute() uint64 {
 	if s.Profile.Compute == 0 {
 		return ^uint64(0)
@@ -262,7 +276,7 @@ func ones(n int) uint64 {
 	return 1<<n - 1
 }
 
-// sameGI says whether two placements are in one GPU instance.
+// sameGI reports whether two placements are in one GPU instance.
 func (s Placement) sameGI(o Placement) bool {
 	return s.Start == o.Start && s.Size == o.Size && s.Profile.GPUInstance() == o.Profile.GPUInstance()
 }
@@ -276,8 +290,7 @@ func (s Placement) clash(o Placement) bool {
 	return !s.sameGI(o) || s.compute()&o.compute() != 0
 }
 
-// tally counts GPU instances, to see whether they may exist together on one card. It
-// does not know their placements.
+// tally counts GPU instances, for the rules that do not depend on their placements.
 type tally struct {
 	n          [maxProfiles]uint8
 	sum        int
@@ -304,17 +317,16 @@ func (t *tally) add(c *Card, i, n int) {
 	}
 }
 
-// refuse says which rule the tally breaks; "" if none. It is the one place
-// that knows the rules which are not about room.
+// refuse returns the rule that the tally breaks, or "" if none. It knows all rules except room.
 func (t *tally) refuse(c *Card) string {
 	for i := range c.profiles {
 		if p := &c.profiles[i]; int(t.n[i]) > p.max {
-			return fmt.Sprintf("at most %d of %s can stand on this GPU", p.max, p.name)
+			return fmt.Sprintf("at most %d of %s can exist on this GPU", p.max, p.name)
 		}
 	}
 	switch {
 	case t.media > c.media:
-		return fmt.Sprintf("at most %d with media extensions (+me) can stand on this GPU", c.media)
+		return fmt.Sprintf("at most %d with media extensions (+me) can exist on this GPU", c.media)
 	case c.engines:
 		for k, n := range t.uses {
 			if n > c.has[k] {
@@ -323,13 +335,13 @@ func (t *tally) refuse(c *Card) string {
 			}
 		}
 	case t.all > 0 && t.all+t.none < t.sum || t.all > 1:
-		return "an instance with all media engines (+me.all) can stand only beside such without any (-me)"
+		return "an instance with all media engines (+me.all) can exist only beside instances without any (-me)"
 	}
 	return ""
 }
 
-// allows says whether one more of a profile may join: whether refuse has nothing
-// against what would then be, but for rules that the new one has no part in.
+// allows reports whether one more GPU instance of a profile may be added. It checks the rules of
+// refuse, but only those that the new one takes part in.
 func (t *tally) allows(c *Card, i int) bool {
 	p := &c.profiles[i]
 	if int(t.n[i]) >= p.max || p.media && t.media >= c.media {
@@ -352,11 +364,10 @@ func (t *tally) allows(c *Card, i int) bool {
 	return t.all == 0
 }
 
-// Fits reports whether s may exist beside what exists: whether its memory slices are
-// free, or its compute slices in a GPU instance that is split the same way, and whether
-// the card allows one more of its kind. A placement does not fit beside itself, and
-// one that the driver does not have fits nowhere. What exists need not be legal
-// itself.
+// Fits reports whether s can exist beside what exists: its memory slices must be free, or its
+// compute slices in a GPU instance that is split in the same way, and the card must allow one
+// more of its kind. A placement does not fit beside itself. One that the driver does not have
+// never fits. What exists may itself break the rules.
 func (c *Card) Fits(standing []Placement, s Placement) bool {
 	if own, ok := c.Placement(s.Profile, s.Start, s.CI); !ok || own != s {
 		return false
@@ -379,12 +390,13 @@ func (c *Card) Fits(standing []Placement, s Placement) bool {
 	return t.allows(c, c.index(s.Profile.GPUInstance()))
 }
 
-// Whole is all that a card allows, in the measure of [Card.Uses].
+// Whole is all that a card allows, in the unit of [Card.Uses].
 const Whole = 64
 
-// Uses is how much of what the card allows of a profile, beside what stands, one GPU instance of another uses
-// up: the largest part of what is left by any rule that is not about room, rounded up to a 64th. So where a set
-// of others uses less than [Whole], these rules allow one of the profile beside them.
+// Uses returns how much of the card's limits for the profile of one GPU instance of the profile
+// other uses up, beside what exists. It looks at each rule except room, takes the largest share
+// of what is left, and rounds it up to a 64th. So if a set of others uses less than [Whole] in
+// sum, these rules allow one instance of the profile of beside them.
 func (c *Card) Uses(standing []Placement, other, of Name) (most int) {
 	i, j := c.index(other.GPUInstance()), c.index(of.GPUInstance())
 	if i < 0 || j < 0 {
@@ -413,7 +425,7 @@ func (c *Card) Uses(standing []Placement, other, of Name) (most int) {
 	return most
 }
 
-// tally counts the GPU instances of what exists.
+// tally counts the GPU instances that exist.
 func (c *Card) tally(standing []Placement) (t tally) {
 	for i := range standing {
 		o := &standing[i]

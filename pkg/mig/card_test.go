@@ -28,7 +28,7 @@ func TestCardLeavesOutWhatMakesNoSense(t *testing.T) {
 		{gpu.Profile{Name: "3g.40gb", Placements: []gpu.Placement{at(1<<62, 1<<62)}}, "is no placement"},
 		{gpu.Profile{Name: "3g.40gb", Placements: []gpu.Placement{at(4, 4), at(4, 2)}}, "start 4 is listed twice"},
 		{gpu.Profile{Name: "3g.40gb", Slices: -3}, "-3 compute slices"},
-		{gpu.Profile{Name: "3g.40gb", Max: -1}, "at most -1 may stand"},
+		{gpu.Profile{Name: "3g.40gb", Max: -1}, "its maximum is -1"},
 		{gpu.Profile{Name: "3g.40gb", Engines: &gpu.Engines{Encode: -1}}, "-1 media engines"},
 	} {
 		c, err := NewCard(&gpu.MIG{Profiles: []gpu.Profile{good, tc.bad}})
@@ -113,15 +113,15 @@ func TestRefusalsSayWhy(t *testing.T) {
 		rows       []row
 		want, says string
 	}{
-		{seven, "8x1g.10gb", "8x1g.10gb: at most 7 of 1g.10gb can stand on this GPU: insufficient resources"},
+		{seven, "8x1g.10gb", "8x1g.10gb: at most 7 of 1g.10gb can exist on this GPU: insufficient resources"},
 		{seven, "1x9g.90gb", "there is no profile 9g.90gb on this GPU; it has 1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb: invalid argument"},
 		{seven, "1x3c.4g.40gb", "there is no profile 3c.4g.40gb on this GPU: 4g.40gb is not split into parts of 3: invalid argument"},
 		{seven, "2x3g.40gb 1x1g.20gb", "1x1g.20gb 2x3g.40gb: they need 10 memory slices and this GPU has 8: insufficient resources"},
 		{seven, "2x1g.10gb 3x2g.20gb", "2x1g.10gb 3x2g.20gb: there is no way to place them all: 1g.10gb can begin at 0, 1, 2, 3, 4, 5, 6; 2g.20gb can begin at 0, 2, 4: insufficient resources"},
-		{a30, "1x1g.6gb+me 1x2g.12gb+me", "1x1g.6gb+me 1x2g.12gb+me: at most 1 with media extensions (+me) can stand on this GPU: insufficient resources"},
-		{a30, "3x1c.2g.12gb+me", "3x1c.2g.12gb+me: at most 1 of 2g.12gb+me can stand on this GPU: insufficient resources"},
+		{a30, "1x1g.6gb+me 1x2g.12gb+me", "1x1g.6gb+me 1x2g.12gb+me: at most 1 with media extensions (+me) can exist on this GPU: insufficient resources"},
+		{a30, "3x1c.2g.12gb+me", "3x1c.2g.12gb+me: at most 1 of 2g.12gb+me can exist on this GPU: insufficient resources"},
 		{pro, "1x1g.24gb 1x1g.24gb+me.all", "1x1g.24gb 1x1g.24gb+me.all: they need 5 decoders and this GPU has 4: insufficient resources"},
-		{silent, "1x1g.24gb 1x1g.24gb+me.all", "1x1g.24gb 1x1g.24gb+me.all: an instance with all media engines (+me.all) can stand only beside such without any (-me): insufficient resources"},
+		{silent, "1x1g.24gb 1x1g.24gb+me.all", "1x1g.24gb 1x1g.24gb+me.all: an instance with all media engines (+me.all) can exist only beside instances without any (-me): insufficient resources"},
 	} {
 		err := card(t, tc.rows).Feasible(counts(t, tc.want))
 		if err == nil || err.Error() != tc.says {

@@ -7,9 +7,9 @@ import (
 	"strings"
 )
 
-// Counter is something that a card has a number of, and GPU instances take some of.
+// Counter is an amount of something that a card has, or that a GPU instance takes of it.
 type Counter struct {
-	// Name is a DNS label: NVIDIA's name in its DRA driver where that has one
+	// Name is a DNS label. It is NVIDIA's name in its DRA driver if that has one
 	// ("memory-slice-0", "decoders").
 	Name  string
 	Value int
@@ -21,14 +21,14 @@ var engineNames = [len(engines{})]string{"decoders", "encoders", "jpeg-engines",
 const (
 	// media counts the instances with media extensions.
 	media = "media"
-	// allMedia is for drivers that do not tell engines: an instance with all of them
-	// leaves none to others.
+	// allMedia is for drivers that do not report engines: an instance with all of them leaves
+	// none to others.
 	allMedia = "all-media"
 )
 
-// Counters are the card's rules as sums, for whoever can only add, as the scheduler
-// does: GPU instances may stand together exactly if they take no more of any counter
-// than this. Splits are not in them. A rule that others imply has no counter.
+// Counters returns the card's rules as sums, for callers that can only add, such as the
+// scheduler. GPU instances can exist together exactly if they take at most the value of each
+// counter. Splits have no counters, nor has a rule that follows from others.
 func (c *Card) Counters() []Counter {
 	var out []Counter
 	for i := range c.memory {
@@ -55,7 +55,7 @@ func (c *Card) Counters() []Counter {
 	return out
 }
 
-// Takes is what a GPU instance takes of each of Counters.
+// Takes returns how much a GPU instance takes of each of Counters.
 func (c *Card) Takes(s Placement) []Counter {
 	i := c.index(s.Profile)
 	if i < 0 {
@@ -91,8 +91,8 @@ func (c *Card) Takes(s Placement) []Counter {
 
 func memorySlice(n int) string { return "memory-slice-" + strconv.Itoa(n) }
 
-// sharesMedia says that there is a profile with all media engines, of which the driver
-// does not tell how many there are.
+// sharesMedia reports whether a profile has all media engines while the driver does not report
+// how many these are.
 func (c *Card) sharesMedia() bool {
 	for i := range c.profiles {
 		if c.profiles[i].all && !c.engines {
@@ -102,14 +102,14 @@ func (c *Card) sharesMedia() bool {
 	return false
 }
 
-// bounded says that the driver lets fewer of the profile stand than memory slices and
-// media extensions do.
+// bounded reports whether the driver's maximum for the profile is lower than what memory slices
+// and media extensions allow.
 func (p *profile) bounded(c *Card) bool {
 	if p.media && c.media <= p.max {
 		return false
 	}
 	disjoint, end := 0, 0
-	for _, s := range p.placements { // by start; those of one profile are of one size
+	for _, s := range p.placements { // by start; all of one profile have the same size
 		if s.Start >= end {
 			disjoint, end = disjoint+1, s.Start+s.Size
 		}
@@ -117,7 +117,7 @@ func (p *profile) bounded(c *Card) bool {
 	return p.max < disjoint
 }
 
-// counter is the name of the counter of a profile's instances.
+// counter returns the name of the counter for a profile's instances.
 func (p *profile) counter() string {
 	return "most-" + strings.Map(func(r rune) rune {
 		if r == '.' || r == '+' || r == '_' {

@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// ParseResource reads the name part of an extended resource as [Name.Resource]
-// writes it: "mig-1g.10gb.me" stands for 1g.10gb+me. It refuses everything else.
+// ParseResource reads the name part of an extended resource as [Name.Resource] writes it:
+// "mig-1g.10gb.me" is 1g.10gb+me. It fails for all other strings.
 func ParseResource(s string) (Name, error) {
 	profile, ok := strings.CutPrefix(s, "mig-")
 	if !ok {
 		return Name{}, fmt.Errorf("%s is not the resource of a MIG profile: it does not begin with mig-", quote(s))
 	}
-	// The first "gb" ends the memory figure; a word of the attribute may have more.
+	// The first "gb" ends the memory figure. A word of the attribute may contain another.
 	if size, attr, ok := strings.Cut(profile, "gb"); ok && strings.HasPrefix(attr, ".") {
 		profile = size + "gb+" + attr[1:]
 	}
@@ -29,8 +29,7 @@ func ParseResource(s string) (Name, error) {
 	return n, nil
 }
 
-// DescribeCounts is a geometry in words: "4x1g.10gb 1x3g.40gb", and "no instance"
-// where there is none.
+// DescribeCounts returns a geometry in words: "4x1g.10gb 1x3g.40gb", or "no instance".
 func DescribeCounts(counts []Count) string {
 	var words []string
 	for _, c := range counts {
@@ -44,7 +43,7 @@ func DescribeCounts(counts []Count) string {
 	return strings.Join(words, " ")
 }
 
-// Describe is what exists, in the same words.
+// Describe returns the existing placements in the words of [DescribeCounts].
 func Describe(placements []Placement) string {
 	var counts []Count
 	for _, s := range placements {

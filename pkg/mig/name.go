@@ -10,28 +10,28 @@ import (
 	"strings"
 )
 
-// maxName keeps "mig-" and the name within the 63 characters that the name
-// part of a Kubernetes resource may have.
+// maxName limits "mig-" and the name together to 63 characters, as in the name part of a
+// Kubernetes resource.
 const maxName = 63 - len("mig-")
 
-// Name is a profile's name, taken apart. Equal names compare equal with ==, so
-// a Name can be a map key. The zero Name is no profile.
+// Name is a parsed profile name. Equal names compare equal with ==, so a Name can be a map key.
+// The zero Name is no profile.
 type Name struct {
-	// Compute is the number of compute slices of a compute instance that is
-	// smaller than its GPU instance; 0 where it has all of them.
+	// Compute is the number of compute slices of a compute instance that is smaller than its GPU
+	// instance; 0 if it has all of them.
 	Compute int
 	// Slices is the number of compute slices of the GPU instance.
 	Slices int
-	// GB is the memory figure of the name, which is rounded: for people and for
-	// comparing, never for sizes. It is 0 on a GPU that has no memory of its own.
+	// GB is the memory figure of the name. It is rounded: use it for people and for comparing,
+	// never as a size. It is 0 on a GPU without memory of its own.
 	GB int
-	// Attr is "+me", "-me", "+me.all", "+gfx" or what else the driver appends,
-	// sign included; empty for most profiles.
+	// Attr is "+me", "-me", "+me.all", "+gfx" or any other that the driver appends, with its
+	// sign; empty for most profiles.
 	Attr string
 }
 
-// Parse reads a profile's name. It refuses every other spelling of the same
-// profile and says why; String undoes it exactly.
+// Parse reads a profile's name. It fails for any other spelling of the same profile. String gives
+// back exactly the same text.
 func Parse(s string) (Name, error) {
 	n, reason := parse(s)
 	if reason != "" {
@@ -40,9 +40,9 @@ func Parse(s string) (Name, error) {
 	return n, nil
 }
 
-// Canonical drops the compute part of a name where it says what is said
-// anyway ("1c.1g.5gb+me" is "1g.5gb+me"), a spelling that NVIDIA's MIG manager
-// accepts. All other strings are returned as they are.
+// Canonical drops the compute part of a name if it equals the GPU instance's ("1c.1g.5gb+me" is
+// "1g.5gb+me"). NVIDIA's MIG manager accepts that spelling. All other strings are returned
+// unchanged.
 func Canonical(s string) string {
 	c, rest, ok := strings.Cut(s, "c.")
 	if !ok || c == "" || !strings.HasPrefix(rest, c+"g.") {
@@ -54,7 +54,7 @@ func Canonical(s string) string {
 	return rest
 }
 
-// String prints the name as Parse reads it.
+// String returns the name as Parse reads it.
 func (n Name) String() string {
 	var b strings.Builder
 	if n.Compute != 0 {
@@ -64,7 +64,7 @@ func (n Name) String() string {
 	return b.String()
 }
 
-// MarshalText is String, for records.
+// MarshalText returns String, for records.
 func (n Name) MarshalText() ([]byte, error) { return []byte(n.String()), nil }
 
 // UnmarshalText is Parse.
@@ -73,22 +73,21 @@ func (n *Name) UnmarshalText(text []byte) (err error) {
 	return err
 }
 
-// Resource is the name part of the extended resource that stands for the
-// profile: "mig-1g.10gb.me". A resource name has no "+", so that becomes ".".
-// Different profiles have different resources.
+// Resource returns the name part of the profile's extended resource: "mig-1g.10gb.me". A resource
+// name cannot have "+", so that becomes ".". Different profiles have different resources.
 func (n Name) Resource() string {
 	return "mig-" + strings.Replace(n.String(), "+", ".", 1)
 }
 
-// GPUInstance is the profile of the GPU instance that a compute instance lives
-// in: 3g.40gb for 1c.3g.40gb, and the name itself where it is not split.
+// GPUInstance returns the profile of the GPU instance that the compute instance is in: 3g.40gb
+// for 1c.3g.40gb, and the name itself if it is not split.
 func (n Name) GPUInstance() Name {
 	n.Compute = 0
 	return n
 }
 
-// Compare is a total order: smaller instances first, then less memory, then
-// splits by their size, then attributes by their letters.
+// Compare is a total order: by compute slices of the GPU instance, then memory, then compute
+// slices of a split, then attribute.
 func Compare(a, b Name) int {
 	return cmp.Or(
 		cmp.Compare(a.Slices, b.Slices),
@@ -98,12 +97,12 @@ func Compare(a, b Name) int {
 	)
 }
 
-// grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]: numbers have one spelling, only the memory may be 0, and an
-// attribute is words of small letters and digits. The words are the driver's business.
+// grammar is [<c>c.]<g>g.<gb>gb[(+|-)<attribute>]. Numbers have one spelling, and only the memory
+// may be 0. An attribute is words of small letters and digits; the driver chooses them.
 var grammar = regexp.MustCompile(`^(?:([1-9][0-9]?)c\.)?([1-9][0-9]?)g\.(0|[1-9][0-9]{0,3})gb` +
 	`([+-][a-z][a-z0-9]*(?:\.[a-z][a-z0-9]*)*)?$`)
 
-// parse returns a reason instead of an error, so that Parse alone words it.
+// parse returns a reason instead of an error, so that callers choose the words around it.
 func parse(s string) (n Name, reason string) {
 	switch {
 	case s == "":
@@ -115,7 +114,7 @@ func parse(s string) (n Name, reason string) {
 	if part == nil {
 		return n, "a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb"
 	}
-	// The grammar leaves nothing that could fail but the empty string, which is 0.
+	// The grammar admits only numbers and the empty string, which becomes 0.
 	n.Compute, _ = strconv.Atoi(part[1])
 	n.Slices, _ = strconv.Atoi(part[2])
 	n.GB, _ = strconv.Atoi(part[3])
@@ -129,7 +128,7 @@ func parse(s string) (n Name, reason string) {
 	return n, ""
 }
 
-// quote keeps an overlong or unprintable input from flooding a message.
+// quote quotes s for a message, without unprintable characters and shortened to 40.
 func quote(s string) string {
 	if r := []rune(s); len(r) > 40 {
 		s = string(r[:40]) + "…"

@@ -11,34 +11,32 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Placement is where a MIG device stands or could stand: its profile, and the memory
-// slices that its GPU instance takes. Placements compare equal with ==, and can be map
-// keys.
+// Placement is a place where a MIG device exists or could exist: its profile, and the memory
+// slices of its GPU instance. Placements compare equal with ==, so they can be map keys.
 //
-// A container gets a compute instance, and a Placement is one of a compute instance.
-// Most compute instances have all of their GPU instance, and then both have the same
-// name and the same memory slices. A split such as 1c.3g.40gb shares its GPU instance
-// with others: Start and Size are those of the GPU instance, and CI says where in it
-// the split begins.
+// A Placement is of a compute instance, since that is what a container gets. Most compute
+// instances have all of their GPU instance, and then both have the same name and memory slices. A
+// split such as 1c.3g.40gb shares its GPU instance with others: Start and Size are the GPU
+// instance's, and CI is where the split begins in it.
 type Placement struct {
 	Profile Name `json:"profile"`
-	// Start and Size are memory slices of the GPU, in which the driver counts.
+	// Start and Size are in memory slices of the GPU, as the driver counts them.
 	Start int `json:"start,omitempty"`
 	Size  int `json:"size,omitempty"`
-	// CI is the first compute slice within the GPU instance; 0 unless split.
+	// CI is the first compute slice within the GPU instance; 0 if not split.
 	CI int `json:"ci,omitempty"`
 }
 
-// PlacementOf is the placement of an instance. The error wraps gpu.ErrInvalid where its
+// PlacementOf returns the placement of an instance. The error wraps gpu.ErrInvalid if its
 // profile's name cannot be read.
 func PlacementOf(in *gpu.Instance) (Placement, error) {
 	name, err := Parse(in.Profile)
 	return Placement{Profile: name, Start: in.Start, Size: in.Size, CI: in.CIStart}, err
 }
 
-// Find returns the instance at a placement, or nil. It also finds a GPU instance without
-// a compute instance, whose CI is negative. It ignores the size, which follows from
-// profile and start and which a device ID does not have.
+// Find returns the instance at a placement, or nil. It also finds a GPU instance without a
+// compute instance, whose CI is negative. It ignores the size, which follows from profile and
+// start: a device ID has none.
 func Find(at []gpu.Instance, s Placement) *gpu.Instance {
 	for i := range at {
 		in, err := PlacementOf(&at[i])
@@ -49,7 +47,7 @@ func Find(at []gpu.Instance, s Placement) *gpu.Instance {
 	return nil
 }
 
-// String is "3g.40gb@4", of a split "1c.3g.40gb@4.1".
+// String returns "3g.40gb@4", or "1c.3g.40gb@4.1" for a split.
 func (s Placement) String() string {
 	at := s.Profile.String() + "@" + strconv.Itoa(s.Start)
 	if s.Profile.Compute != 0 {
@@ -58,14 +56,14 @@ func (s Placement) String() string {
 	return at
 }
 
-// GPUInstance is the placement of the GPU instance that the device lives in: s
-// itself unless it is split.
+// GPUInstance returns the placement of the GPU instance that the device is in: s itself if it is
+// not split.
 func (s Placement) GPUInstance() Placement {
 	return Placement{Profile: s.Profile.GPUInstance(), Start: s.Start, Size: s.Size}
 }
 
-// ComparePlacements is a total order by place: start, then compute slice, then
-// profile, then size.
+// ComparePlacements is a total order by place: start, then compute slice, then profile, then
+// size.
 func ComparePlacements(a, b Placement) int {
 	return cmp.Or(
 		cmp.Compare(a.Start, b.Start),
@@ -75,12 +73,11 @@ func ComparePlacements(a, b Placement) int {
 	)
 }
 
-// ID is the device ID of a placement on a GPU: "GPU-…::3g.40gb@4".
+// ID returns the device ID of a placement on a GPU: "GPU-…::3g.40gb@4".
 func ID(u gpu.UUID, s Placement) string { return string(u) + "::" + s.String() }
 
-// ParseID takes a device ID apart. It accepts what [ID] prints and nothing
-// else; other strings are gpu.ErrInvalid. The size of a placement is not in its ID:
-// [Card.Placement] knows it.
+// ParseID splits a device ID into its parts. It accepts only what [ID] returns; for other strings
+// the error wraps gpu.ErrInvalid. An ID has no size: [Card.Placement] returns it.
 func ParseID(id string) (u gpu.UUID, p Name, start, ci int, err error) {
 	fail := func(reason string) (gpu.UUID, Name, int, int, error) {
 		return "", Name{}, 0, 0, fmt.Errorf("%s is not the ID of a MIG device: %s: %w",
@@ -116,7 +113,7 @@ func ParseID(id string) (u gpu.UUID, p Name, start, ci int, err error) {
 	return gpu.UUID(card), p, start, ci, nil
 }
 
-// small reads a number below 100 in its one spelling.
+// small reads a number below 100. It accepts one spelling for each.
 func small(s string) (int, bool) {
 	n, err := strconv.Atoi(s)
 	return n, err == nil && n >= 0 && n < 100 && strconv.Itoa(n) == s

@@ -12,8 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Count is a part of a geometry: N devices of a profile. Of a split the count
-// is of compute instances.
+// Count is a part of a geometry: N devices of a profile. For a split, N counts compute instances.
 type Count struct {
 	Profile Name
 	N       int
@@ -22,18 +21,18 @@ type Count struct {
 // Standing is a device that exists.
 type Standing struct {
 	Placement
-	// Pinned says that nothing may touch it; Holder (a pod, a process) and
-	// Reason say why. Either may be empty.
+	// Pinned is true if no step may destroy it. Holder (a pod, a process) and Reason describe
+	// why; both may be empty.
 	Pinned         bool
 	Holder, Reason string
-	// Empty is a GPU instance without a compute instance, a leftover.
+	// Empty is true for a GPU instance that was left without a compute instance.
 	Empty bool
 }
 
 // Op is what a step does.
 type Op string
 
-// Ops. Enable and Disable are about MIG mode and have a zero Placement.
+// Ops. Enable and Disable change MIG mode and have a zero Placement.
 const (
 	Destroy Op = "destroy"
 	Create  Op = "create"
@@ -41,13 +40,13 @@ const (
 	Disable Op = "disable"
 )
 
-// Step is one thing to do on one GPU.
+// Step is one change of one GPU.
 type Step struct {
 	Op Op
 	Placement
 }
 
-// String is "create 3g.40gb@4", or "enable".
+// String returns "create 3g.40gb@4", or "enable MIG mode".
 func (s Step) String() string {
 	if s.Op == Enable || s.Op == Disable {
 		return string(s.Op) + " MIG mode"
@@ -55,34 +54,33 @@ func (s Step) String() string {
 	return string(s.Op) + " " + s.Placement.String()
 }
 
-// Plan is how one GPU becomes what is wanted.
+// Plan is how one GPU changes to what is wanted.
 type Plan struct {
-	// Steps are to be done in order; empty where nothing is to do, and where
-	// something is in the way.
+	// Steps are to be done in order. It is empty if nothing has to change, and if Blocked is not.
 	Steps []Step
-	// Result is what exists afterwards; where blocked, what exists now.
+	// Result is what exists after the steps; if blocked, what exists now.
 	Result []Placement
-	// Keep is what exists now and stays in the target; where blocked, in the
-	// target that is to come when those in the way are gone.
+	// Keep is what exists now and stays in the target; if blocked, in the target for the time
+	// when the holders in Blocked have ended.
 	Keep []Placement
-	// Blocked is the smallest set of holders in the way.
+	// Blocked is the smallest set of holders that must end first.
 	Blocked []Standing
 }
 
-// Target is what a GPU is to become.
+// Target is the wanted state of a GPU.
 type Target struct {
-	// MIG is the mode.
+	// MIG is true if MIG mode is wanted.
 	MIG bool
-	// OnDemand leaves instances to [Card.Make]; Geometry is ignored then.
+	// OnDemand is true if instances are created by [Card.Make]; Geometry is ignored then.
 	OnDemand bool
 	Geometry []Count
 }
 
-// Plan finds the steps from what exists to what is wanted: those that destroy
-// the fewest instances, then create the fewest, then leave the most room; of
-// equals the one whose placements come first, from left to right. Where something
-// pinned is in the way there is no step, and Blocked says what. It fails as
-// Feasible does, and with gpu.ErrNotSupported where placements are not known.
+// Plan finds the steps from what exists to what is wanted. They destroy the fewest instances,
+// then create the fewest, then leave the most room; of equals, Plan takes the one whose
+// placements come first from left to right. If pinned instances are in the way, there are no
+// steps, and Blocked has the instances. It fails as Feasible does, and with gpu.ErrNotSupported
+// if placements are not known.
 func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	all, err := c.merge(want)
 	if err != nil {
@@ -90,7 +88,7 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	}
 	for _, w := range all {
 		if p := &c.profiles[c.index(w.Profile.GPUInstance())]; len(p.placements) == 0 {
-			return Plan{}, fmt.Errorf("plan: the driver does not tell where %s can stand: %w",
+			return Plan{}, fmt.Errorf("plan: the driver does not report where %s can be placed: %w",
 				p.name, gpu.ErrNotSupported)
 		}
 	}
@@ -130,17 +128,16 @@ func (c *Card) Plan(standing []Standing, want []Count) (Plan, error) {
 	if err := c.Feasible(want); err != nil {
 		return Plan{}, err
 	}
-	return Plan{}, noRoom(all, "not with what stands")
+	return Plan{}, noRoom(all, "not beside the instances that exist")
 }
 
-// maxShared bounds the holders of several instances among whom the smallest
-// set is searched for; further ones count once for each of theirs.
+// maxShared bounds the number of holders with several instances whose sets are all tried. A further
+// such holder counts once for each of its instances.
 const maxShared = 6
 
-// dismiss finds the target for which the fewest holders must end, nil if there is
-// none. A holder of one instance is a matter of value: keeping that instance
-// saves a holder. Of those that hold several, every set is tried: the others'
-// are fixed.
+// dismiss finds the target that needs the fewest holders to end, or nil if there is none. For a
+// holder of one instance, keeping that instance adds to the value. For the holders of several, it
+// tries each set that ends: the instances of the others are fixed.
 func (p *planner) dismiss() ([]Placement, error) {
 	var shared []string
 	pinnedFor := func(h string) func(Standing) bool {
@@ -177,7 +174,7 @@ func (p *planner) dismiss() ([]Placement, error) {
 	return target, nil
 }
 
-// blocked is the plan for a target that pinned instances stand in the way of.
+// blocked is the plan for a target that some pinned instances must end for.
 func blocked(standing []Standing, target []Placement) Plan {
 	plan := change(standing, target)
 	plan.Steps = nil
@@ -191,7 +188,7 @@ func blocked(standing []Standing, target []Placement) Plan {
 	return plan
 }
 
-// sort puts what is to be destroyed, what stays and what is in the way in order.
+// sort puts steps, kept and blocked instances in order.
 func (p *Plan) sort() {
 	slices.SortStableFunc(p.Steps, func(a, b Step) int { return ComparePlacements(a.Placement, b.Placement) })
 	slices.SortFunc(p.Keep, ComparePlacements)
@@ -200,7 +197,7 @@ func (p *Plan) sort() {
 
 func compareStanding(a, b Standing) int { return ComparePlacements(a.Placement, b.Placement) }
 
-// placements are the devices that exist, in order.
+// placements returns the devices that exist, in order.
 func placements(standing []Standing) []Placement {
 	out := make([]Placement, 0, len(standing))
 	for _, o := range standing {
@@ -212,8 +209,8 @@ func placements(standing []Standing) []Placement {
 	return out
 }
 
-// change is the way from what exists to a target: first what is destroyed, then what is
-// created, each from left to right.
+// change returns the plan from what exists to a target: destroys first, then creates, each from
+// left to right.
 func change(standing []Standing, target []Placement) Plan {
 	plan := Plan{Result: target}
 	for i, o := range standing {
@@ -236,11 +233,10 @@ func change(standing []Standing, target []Placement) Plan {
 	return plan
 }
 
-// Make finds the steps that create s on a GPU whose instances are created on demand.
-// Idle instances stay unless they are in the way. Of those in the way the fewest are
-// destroyed, and of equal choices the one that leaves the most room. Blocked is the
-// smallest set of holders in the way. If s exists already there is nothing to do. A
-// placement that the card does not have is gpu.ErrInvalid.
+// Make finds the steps that create s on a GPU whose instances are created on demand. It destroys
+// only idle instances that are in the way: the fewest, and of equal choices those that leave the
+// most room. Blocked is the smallest set of holders in the way. If s exists already there are no
+// steps. The error wraps gpu.ErrInvalid if the card does not have the placement.
 func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 	if own, ok := c.Placement(s.Profile, s.Start, s.CI); !ok || own != s {
 		return Plan{}, fmt.Errorf("make %s: this GPU has no such placement; %s: %w", s, c.names(), gpu.ErrInvalid)
@@ -252,8 +248,8 @@ func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 	if slices.Contains(now, s) {
 		return Plan{Result: now, Keep: now}, nil
 	}
-	// What clashes must go in any case. What else does is a question only where
-	// the card has too few engines, or allows too few of a profile.
+	// All that clash must go. Others must go only if the card has too few engines, or allows too
+	// few of a profile.
 	goes := make([]bool, len(standing))
 	for i, o := range standing {
 		if o.Empty {
@@ -287,15 +283,16 @@ func (c *Card) Make(standing []Standing, s Placement) (Plan, error) {
 	return plan, nil
 }
 
-// maxYield bounds the GPU instances among which Make searches for those that
-// must go though they are not in the way; of more it lets them go one by one.
+// maxYield bounds a search of Make. It tries all sets of the other GPU instances, to find those
+// that must go although they do not clash. If there are more than maxYield, the last ones go
+// first.
 const maxYield = 14
 
-// yield marks which other GPU instances must be destroyed so that the card allows s
+// yield marks in goes the further GPU instances that must be destroyed, so that the card allows s
 // beside the rest.
 func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 	var t tally
-	var gis []int // of standing, the first in each GPU instance that stays
+	var gis []int // indices into standing: the first in each GPU instance that stays
 	own := false
 	for i, o := range standing {
 		if goes[i] || o.mask() == 0 {
@@ -317,7 +314,7 @@ func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 		return
 	}
 	for len(gis) > maxYield {
-		// Never seen on a real card: the last ones go until few enough are left.
+		// This does not occur on a real card: the last ones go until few enough are left.
 		k := gis[len(gis)-1]
 		gis = gis[:len(gis)-1]
 		mark(standing, k, goes)
@@ -353,8 +350,8 @@ func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 	}
 }
 
-// cost is what it costs to destroy some instances: first the holders that must end, then
-// pinned instances, then others, then what could still be created on the GPU (negative).
+// cost is the cost of destroying some instances. The fields are compared in order: holders that
+// must end, pinned instances, others, and the room that is left on the GPU, as a negative number.
 type cost struct {
 	holders, instances, destroys int
 	room                         int64
@@ -365,7 +362,7 @@ func (a cost) compare(b cost) int {
 		cmp.Compare(a.destroys, b.destroys), cmp.Compare(a.room, b.room))
 }
 
-// costOf is the cost of destroying the marked instances.
+// costOf returns the cost of destroying the marked instances.
 func costOf(standing []Standing, goes []bool, room int64) cost {
 	sum := cost{room: room}
 	for i, o := range standing {
@@ -384,7 +381,7 @@ func costOf(standing []Standing, goes []bool, room int64) cost {
 	return sum
 }
 
-// mark marks everything in the GPU instance of standing[k].
+// mark marks all devices in the GPU instance of standing[k].
 func mark(standing []Standing, k int, goes []bool) {
 	for i := range standing {
 		if standing[i].sameGI(standing[k].Placement) {
@@ -393,14 +390,13 @@ func mark(standing []Standing, k int, goes []bool) {
 	}
 }
 
-// Change finds the steps that make a GPU what is wanted, MIG mode included.
-// The mode comes first where it goes on and last where it goes off. A mode that
-// is pending and not the wanted one is set once more, so that a step that was
-// cut short is made whole: setting a mode twice does no harm.
+// Change finds the steps that change a GPU to what is wanted, including MIG mode. Enabling MIG is
+// the first step, disabling it the last. If the pending mode is not the wanted one, the mode is
+// set again, which completes a step that was interrupted. Setting a mode twice does no harm.
 //
-// Where MIG must go on and placements are not known before, turning it on is
-// the only step; a later plan sees them. A change of mode waits for all that is
-// pinned, also for a Standing with a zero Placement: a holder of the whole GPU.
+// If MIG must be enabled and placements are not known before, that is the only step; the next
+// plan has the rest. A change of mode waits for all that is pinned, also for a Standing with a
+// zero Placement: a holder of the whole GPU.
 func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 	pending := m.Enabled
 	if m.Pending != nil {
@@ -431,7 +427,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 		}
 		return plan, nil
 	}
-	// Mode off: nothing stands but holders of the whole GPU.
+	// The mode is off: only holders of the whole GPU exist.
 	if plan := off(standing); len(plan.Blocked) > 0 {
 		return plan, nil
 	}
@@ -450,7 +446,7 @@ func Change(m *gpu.MIG, c *Card, standing []Standing, to Target) (Plan, error) {
 	return plan, nil
 }
 
-// off destroys all instances and turns MIG mode off.
+// off returns the plan that destroys all instances and disables MIG mode.
 func off(standing []Standing) Plan {
 	var plan Plan
 	for _, o := range standing {
@@ -467,13 +463,13 @@ func off(standing []Standing) Plan {
 	return plan
 }
 
-// Stand lists what exists on a GPU according to an inventory, in order. Busy instances
-// are pinned. So are those whose profile's name cannot be read, because this package
-// could not say what to create in their place.
+// Stand lists the instances of a GPU in an inventory, in order. Busy instances are pinned. So are
+// those whose profile's name cannot be read, because this package could not create another one in
+// their place.
 //
-// An inventory written by hand may leave things out. A missing size is looked up in the
-// profiles, and compute instances of one GPU instance that all name the same compute
-// slices are placed side by side.
+// An inventory written by hand may be incomplete. A missing size is looked up in the profiles. If
+// compute instances of one GPU instance all have the same compute slices, they are placed side by
+// side.
 func Stand(m *gpu.MIG) []Standing {
 	out := make([]Standing, 0, len(m.Instances))
 	for i := range m.Instances {
@@ -513,8 +509,8 @@ func Stand(m *gpu.MIG) []Standing {
 	return out
 }
 
-// beside is the compute slice at which a split begins, of a GPU instance with that many:
-// the one that it names, or the first free one if others have that.
+// beside returns the compute slice at which a split begins, in a GPU instance with that many: its
+// own, or the first free one if another split has that.
 func beside(out []Standing, s Placement, of int) int {
 	free := func(ci int) bool {
 		at := s

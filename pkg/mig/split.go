@@ -8,11 +8,10 @@ import (
 	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
-// split lists the ways to fill GPU instances of one profile with the compute
-// instances that want[from:to] counts. Those that exist may stay where they
-// are; new ones go to the first compute slices that are free, larger ones
-// first. Ways that take more come first, so that of equals GPU instances are
-// filled in turn.
+// split lists the ways to fill GPU instances of one profile with the compute instances that
+// want[from:to] counts. Existing ones may stay where they are. New ones go to the first free
+// compute slices, larger ones first. Ways with more compute instances come first, so that of
+// equal targets the one is found that fills GPU instances in turn.
 func (p *planner) split(from, to int) {
 	name := p.want[from].Profile.GPUInstance()
 	k := p.c.index(name)
@@ -45,21 +44,21 @@ func (p *planner) split(from, to int) {
 	}
 }
 
-// filler goes through the ways to fill one GPU instance, of the last of the planner's splits.
+// filler lists the ways to fill one GPU instance, for the last of the planner's splits.
 type filler struct {
 	p       *planner
 	gi      Placement
-	want    []Count // of its profiles, the first of which is planner.want[from]
+	want    []Count // of its profiles; want[0] is planner.want[from]
 	from    int
-	left    []int // of each of want
-	have    []int // of standing, what is in this GPU instance
+	left    []int // how many of each of want are still to be placed
+	have    []int // indices into standing: what is in this GPU instance
 	devices []Placement
-	before  int // parts before this GPU instance's
+	before  int // number of parts before this GPU instance's
 }
 
 func (f *filler) as() splitDim { return f.p.splits[len(f.p.splits)-1] }
 
-// stay decides for each that exists whether it stays.
+// stay decides for each existing compute instance, from the i-th on, whether it stays.
 func (f *filler) stay(i int, taken uint64) {
 	f.p.Work++
 	if f.p.Work > fill.MaxWork || len(f.p.Parts) > fill.MaxParts {
@@ -83,8 +82,7 @@ func (f *filler) stay(i int, taken uint64) {
 	}
 }
 
-// add decides how many new ones of each wanted profile come in, the largest
-// profile first.
+// add adds new compute instances of want[w], and then of the smaller profiles before it.
 func (f *filler) add(w int, taken uint64) {
 	f.p.Work++
 	if f.p.Work > fill.MaxWork || len(f.p.Parts) > fill.MaxParts {
@@ -99,8 +97,8 @@ func (f *filler) add(w int, taken uint64) {
 	f.devices = f.devices[:n]
 }
 
-// place puts one more of a profile at the first compute slice that leaves a way
-// on, or goes on to the next profile. Compute slices below at were tried.
+// place tries each free compute slice from at on for one more compute instance of want[w], and
+// then goes on to the next profile.
 func (f *filler) place(w int, taken uint64, at int) {
 	name := f.want[w].Profile
 	if f.left[w] > 0 {
@@ -121,7 +119,7 @@ func (f *filler) place(w int, taken uint64, at int) {
 	f.add(w-1, taken)
 }
 
-// close makes a part of what was chosen.
+// close makes a part of the chosen devices.
 func (f *filler) close() {
 	if len(f.devices) == 0 {
 		return
@@ -134,7 +132,7 @@ func (f *filler) close() {
 	}
 	f.p.Use(fill.Use{Dim: f.as().dim, N: 1})
 	uses := f.p.Uses[from:len(f.p.Uses):len(f.p.Uses)]
-	// Where the same would be there and be saved, the first way will do.
+	// Keep only the first of several ways with the same counts and value.
 	n := len(f.p.Parts)
 	f.p.part(f.gi, slices.Clone(f.devices), uses)
 	if len(f.p.Parts) == n {

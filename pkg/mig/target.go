@@ -14,11 +14,11 @@ import (
 	"example.com/gpu-agent/pkg/mig/internal/fill"
 )
 
-// maxStanding bounds what may exist on one GPU; 14 do today.
+// maxStanding bounds the number of devices on one GPU; 14 exist at most today.
 const maxStanding = 100
 
-// Weights of what a target saves and spares, each greater than all that is
-// below it can sum up to. A sum stays below 2^62.
+// Weights in the value of a target. Each is greater than the sum of all lower ones. A sum stays
+// below 2^62.
 const (
 	roomUnit     = 1
 	createUnit   = 1 << 32
@@ -29,26 +29,27 @@ const (
 
 var errTooLarge = fmt.Errorf("plan: the GPU's table is larger than this planner can search: %w", gpu.ErrNotSupported)
 
-// planner searches for the set of devices that is to exist. It is pooled, because its
-// tables cost more than the search in them.
+// planner searches for the set of devices that is to exist. It is pooled, because its tables cost
+// more than the search in them.
 type planner struct {
 	fill.Search
 	c        *Card
-	want     []Count // merged, in order, none zero
+	want     []Count // merged, in order, without zero counts
 	standing []Standing
-	masks    []uint64      // memory of each of standing
-	value    []int64       // of keeping each of standing
-	fixed    []bool        // which of standing must be in the target
+	masks    []uint64      // memory slices of each of standing
+	value    []int64       // value of keeping each of standing
+	fixed    []bool        // true if the target must have it; by standing
 	holds    [][]Placement // the devices of each part
-	// splits are the profiles whose GPU instances are split, with the dim that
-	// counts these GPU instances; base counts all others.
+	// splits are the split profiles, each with the dim that counts their GPU instances. base
+	// counts all other GPU instances.
 	splits []splitDim
 	base   tally
 }
 
 type splitDim struct{ profile, dim int }
 
-// merge puts a want in order and refuses what the card does not have.
+// merge adds up and sorts the wanted counts. It fails for profiles and splits that the card does
+// not have, and for negative counts.
 func (c *Card) merge(want []Count) ([]Count, error) {
 	all := make([]Count, 0, len(want))
 	for _, w := range want {
@@ -56,7 +57,7 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 			continue
 		}
 		if w.N < 0 {
-			return nil, fmt.Errorf("%d of %s: a count is not negative: %w", w.N, w.Profile, gpu.ErrInvalid)
+			return nil, fmt.Errorf("%d of %s: a count must not be negative: %w", w.N, w.Profile, gpu.ErrInvalid)
 		}
 		i := c.index(w.Profile.GPUInstance())
 		if i < 0 {
@@ -73,7 +74,7 @@ func (c *Card) merge(want []Count) ([]Count, error) {
 		}
 		all = append(all, w)
 	}
-	// What shares GPU instances stands together.
+	// Profiles that share GPU instances are next to each other.
 	slices.SortFunc(all, func(a, b Count) int {
 		return cmp.Or(Compare(a.Profile.GPUInstance(), b.Profile.GPUInstance()),
 			cmp.Compare(a.Profile.Compute, b.Profile.Compute))
@@ -89,8 +90,8 @@ func (c *Card) names() string {
 	return "it has " + cmp.Or(strings.Join(names, ", "), "none")
 }
 
-// planner takes a planner for what exists and is wanted; the caller fills in
-// value and fixed, and hands it back with release.
+// planner returns a planner for what exists and is wanted. The caller sets value and fixed, and
+// returns the planner by release.
 func (c *Card) planner(standing []Standing, want []Count) *planner {
 	p, _ := c.planners.Get().(*planner)
 	if p == nil {
@@ -110,13 +111,13 @@ func (c *Card) planner(standing []Standing, want []Count) *planner {
 
 func (c *Card) release(p *planner) {
 	p.Reset(0, nil, 1)
-	clear(p.holds) // let go of the placements
+	clear(p.holds) // release the placements
 	p.holds = p.holds[:0]
 	p.c, p.want, p.standing = nil, nil, nil
 	c.planners.Put(p)
 }
 
-// list lists every GPU instance that the target could have.
+// list adds each GPU instance that the target could have as a part.
 func (p *planner) list() error {
 	c := p.c
 	p.Reset(c.memory, c.room, c.memory+1)
@@ -164,12 +165,13 @@ func (p *planner) list() error {
 	return nil
 }
 
-// first says that no earlier one stands at the same place.
+// first reports whether standing[i] is the first at its placement.
 func first(standing []Standing, i int) bool {
 	return !slices.ContainsFunc(standing[:i], func(o Standing) bool { return o.Placement == standing[i].Placement })
 }
 
-// part adds a GPU instance with its devices, unless something fixed is in the way.
+// part adds a GPU instance with its devices, unless it overlaps a fixed device that is not among
+// them.
 func (p *planner) part(gi Placement, devices []Placement, uses []fill.Use) {
 	mask, value := gi.mask(), int64(0)
 	for i := range p.standing {
@@ -190,7 +192,7 @@ func (p *planner) part(gi Placement, devices []Placement, uses []fill.Use) {
 	p.holds = append(p.holds, devices)
 }
 
-// choose finds the best target. ok is false if there is none.
+// choose finds the best target and returns its value. ok is false if there is none.
 func (p *planner) choose() (value int64, ok bool) {
 	for i, m := range p.masks {
 		if p.fixed[i] && m == 0 {
@@ -204,8 +206,8 @@ func (p *planner) choose() (value int64, ok bool) {
 		value = p.Solve()
 		return value, value != fill.None
 	}
-	// How many GPU instances the splits of a profile share is not given: try all
-	// numbers, fewest first. The states they have in common are solved once.
+	// The number of GPU instances that the splits of a profile share is not given. Try all
+	// numbers, the fewest first. The states that they have in common are solved once.
 	value = fill.None
 	left, best := make([]int, len(p.splits)), make([]int, len(p.splits))
 	for i := range left {
@@ -240,7 +242,7 @@ func (p *planner) choose() (value int64, ok bool) {
 	return value, value != fill.None
 }
 
-// devices are what stands in the target that choose found.
+// devices returns the devices in the target that choose found.
 func (p *planner) devices() []Placement {
 	out := make([]Placement, 0, 8)
 	p.Target(func(part int) { out = append(out, p.holds[part]...) })
@@ -248,10 +250,10 @@ func (p *planner) devices() []Placement {
 	return out
 }
 
-// Feasible says why an empty GPU could not hold what is wanted; nil says that
-// it could. The error wraps gpu.ErrInvalid where there is no such profile or
-// count, gpu.ErrNoRoom where they do not all find room. Where placements are
-// not known (see [Card.Known]) nil says only that nothing speaks against it.
+// Feasible returns nil if an empty GPU could hold what is wanted, and otherwise the reason. The
+// error wraps gpu.ErrInvalid for an unknown profile or a negative count, and gpu.ErrNoRoom if
+// they do not all find room. If placements are not known (see [Card.Known]), nil means only that
+// no known rule forbids it.
 func (c *Card) Feasible(want []Count) error {
 	all, err := c.merge(want)
 	if err != nil {
@@ -284,7 +286,7 @@ func noRoom(want []Count, reason string) error {
 	return fmt.Errorf("%s: %s: %w", DescribeCounts(want), reason, gpu.ErrNoRoom)
 }
 
-// explain names a rule that the want breaks wherever it is placed, "" if none.
+// explain returns a rule that the wanted counts break wherever they are placed, or "".
 func (c *Card) explain(want []Count) string {
 	var t tally
 	memory := 0
@@ -294,7 +296,7 @@ func (c *Card) explain(want []Count) string {
 		p := &c.profiles[k]
 		n := w.N
 		if w.Profile.Compute != 0 {
-			// As many GPU instances as hold the slices, however they lie.
+			// The fewest GPU instances that could have so many compute slices.
 			before := (slicesOf[k] + p.slices - 1) / p.slices
 			slicesOf[k] += w.N * w.Profile.Compute
 			n = (slicesOf[k]+p.slices-1)/p.slices - before
@@ -317,7 +319,7 @@ func (c *Card) explain(want []Count) string {
 	return ""
 }
 
-// places says where the wanted profiles can exist.
+// places describes where the wanted profiles can begin.
 func (c *Card) places(want []Count) string {
 	var all []string
 	for i, w := range want {

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package topology says how near the GPUs of a node are to each other, and
-// which of them fit together: over how many NVLink lanes they are joined,
-// whether through an NVSwitch, what lies between them on the PCI bus, and
-// whether their slots hang on the same NUMA node.
+// Package topology finds how near the GPUs of a node are to each other, and chooses GPUs that fit
+// together. It knows the NVLink lanes between GPUs, NVSwitches, the PCI bridges between them, and
+// their NUMA nodes.
 //
 //	topology.Read(os.DirFS("/sys"), inv)     // NUMA nodes, PCI paths, network cards
 //	g := topology.New(inv)
@@ -13,85 +12,60 @@
 //
 // # The graph
 //
-// The driver tells of links GPU by GPU, and what it tells is not always whole:
-// one end of a link may be down, a peer may be in another virtual machine, a
-// card may be too broken to be asked. A [Graph] is what remains when that is
-// put in order: for each pair of GPUs one [Pair], the same from both sides. It
-// is made once for an inventory and never changes. Choosing from it asks no driver,
-// takes no lock, and sees one state of the node.
+// The driver reports links GPU by GPU, and its reports may be incomplete: one end of a link may be
+// down, a peer may be in another virtual machine, a card may be too broken to answer. A [Graph]
+// makes one [Pair] of each two GPUs, the same from both sides. It is made once for an inventory and
+// never changes. To choose from it takes no call of the driver and no lock.
 //
-// Strange input is no error, since a node must start with a card that reports
-// nonsense: a link to a GPU that is not there, or of a GPU to itself, or of less
-// than one lane, says nothing and is left out.
+// Strange input is no error, since a node must start with a card that reports nonsense. New leaves
+// out a link to a GPU that does not exist, of a GPU to itself, or of less than one lane.
 //
-// A [Level] is found by comparing the ways down from the processor to two
-// devices. As far as both go over the same bridges they are near. With no bridge
-// in common NUMA nodes decide, and on a machine with one node there is nothing to
-// decide. The levels are those of nvidia-smi, and network cards have them too.
+// A [Level] comes from comparing the ways from the processor to two devices: the more bridges both
+// have in common, the nearer they are. With no common bridge, NUMA nodes decide. The levels are
+// those of nvidia-smi, and network cards have them too.
 //
 // # What is best
 //
-// [Graph.Choose] compares sets of n GPUs by five sums, the first that differs
-// decides:
+// [Graph.Choose] compares sets of n GPUs by five sums. The first that differs decides:
 //
-//  1. The number of parts that NVLink leaves the set in, fewer is better. A
-//     program in one part never has to leave NVLink; GPUs without a link are
-//     parts of their own.
-//  2. The NVLink bandwidth of all pairs inside, more is better: MB/s in one
-//     direction. If the driver keeps the speed of any link on the node to itself,
-//     lanes are counted instead, and lanes that it does not count are one.
-//  3. The bandwidth of all pairs that have neither GPU in the set, among those
-//     that are free ([Request].Free), more is better. This is what is left for
-//     later requests: one GPU alone comes from a pair that is broken already, and
-//     three are a pair and such a one.
-//  4. The nearness of all pairs inside, more is better. A pair has 2 for the same
-//     NUMA node, 1 if nodes are not known, 0 for different ones; of sets with the
-//     same sum of these, the firmware's distances between nodes decide, where it
-//     tells them (nodes of one socket are nearer); then the PCI bus, with 5 for
-//     PIX, 4 for PXB, 3 for PHB, 2 for NODE, 1 if nothing is known, 0 for SYS.
-//  5. The nearness of all pairs that have neither GPU in the set, more is better:
-//     a node of eight in two halves is used up half by half.
+//  1. The number of parts that NVLink connects the set into: fewer is better, since a program in
+//     one part never has to leave NVLink. A GPU without a link is a part of its own.
+//  2. The NVLink bandwidth of all pairs inside, in MB/s in one direction: more is better. If the
+//     speed of any link on the node is unknown, lanes are counted instead; a link with an unknown
+//     number of lanes counts as one.
+//  3. The bandwidth of all pairs outside, of free GPUs that are not in the set ([Request].Free):
+//     more is better, for later requests. So a single GPU comes from a pair that is broken
+//     already, and three GPUs are a pair and such a one.
+//  4. The nearness of all pairs inside: more is better. First, the NUMA nodes of each pair count: 2
+//     for the same, 1 for unknown, 0 for different ones. Then the firmware's distances between
+//     different nodes count, if it reports them. Last comes the PCI bus: 5 for PIX, 4 for PXB, 3
+//     for PHB, 2 for NODE, 1 for unknown, 0 for SYS.
+//  5. The nearness of all pairs outside: more is better. So a node of two halves is used up half by
+//     half.
 //
-// Of sets that are equal in all of it, the one whose first GPU comes first is
-// taken, and so on: the answer depends on what is free and never on the order in
-// which it was listed.
+// Of sets that are equal in all five, Choose takes the one whose first GPU comes first, and so on.
+// So the result depends on which GPUs are free, and not on the order of the lists. No amount of a
+// later sum outweighs an earlier one. If the kubelet aligns NUMA nodes, it offers only GPUs of the
+// nodes that it has chosen.
 //
-// Nothing is traded: no amount of nearness makes up for a broken pair. A
-// kubelet that aligns NUMA nodes has its own word first, for it offers only GPUs
-// of the nodes that it has settled on.
+// The result is exact for up to 16 GPUs. Beyond that, it is exact if the search needs at most
+// 25,000 steps. Otherwise Choose adds GPUs one by one, each time the best, from each start. Such
+// a set is good, but may not be the best. The search is described in choose.go.
 //
-// # How it is found
-//
-// All sums are over pairs, so a set grows one GPU at a time, and what each
-// further GPU would add is kept beside it. The sums over pairs outside need no
-// pass of their own: they are the whole, minus what each member has with all
-// others, plus the inside, which was taken off twice. Parts are counted only for
-// sets whose sums could win.
-//
-// Every set is looked at, which for 8 of 16 GPUs is 12,870, except where twins
-// make it needless. Two GPUs are twins if they are equally near to each third
-// one. They can stand for each other, so the second is not tried before the first
-// is in. Machines as they are sold are full of twins. The worst graph takes half
-// a millisecond, and the answer is exact for every graph of up to 16 GPUs. For
-// more it is exact as long as 25,000 steps are enough. Beyond that, GPUs are
-// added one by one, each time the best, from every start; such a set is good, but
-// may not be the best.
-//
-// [Graph.Spare] is the same thought for GPUs that are to be shared in pieces: the
-// order in which they are best broken up is that in which requests for one GPU
-// would get them. Packages that place pieces use it as a rank, to decide between GPUs
-// that have as much in use.
+// [Graph.Spare] orders GPUs that are to be shared in pieces: first the one that a request for a
+// single GPU would get. Packages that place pieces use the order to decide between GPUs with the
+// same amount in use.
 //
 // # For people
 //
-// [Graph.Matrix] shows all of it, with the sets that NVLink connects. [Graph.Weak] is
-// where a link seems to be down. How many lanes a board should have is in no table
-// here; what the GPUs beside it have is the measure.
+// [Graph.Matrix] shows all of it, with the sets that NVLink connects. [Graph.Weak] lists links that
+// seem to be down. It compares GPUs of a model with each other, since the package has no table of
+// boards.
 //
 // # What is not known
 //
-// The package refuses to know how links are found, what runs on a GPU, who has
-// it, which devices a kubelet offers, and how fast a program will be: a sum of
-// bandwidths is an order, not a forecast. NVLink beyond the node (an NVLink
-// domain) plays no part in a choice, since all GPUs of a node are in the same one.
+// The package does not know how links are found, what runs on a GPU, who holds it, which devices a
+// kubelet offers, or how fast a program will be: a sum of bandwidths orders sets, and predicts
+// nothing. NVLink beyond the node does not count, since all GPUs of a node are in the same NVLink
+// domain.
 package topology

@@ -11,9 +11,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// joined returns the sets of two and more GPUs that NVLink connects, directly, through
-// a switch or over each other, by their places in the inventory: the largest first, then
-// in the node's order. GPUs with a fault are left out.
+// joined returns the sets of two and more GPUs that NVLink connects, directly, through a switch
+// or through other GPUs. The sets have indices into the inventory, and are sorted by size,
+// largest first, then by the node's order. GPUs with a fault are left out.
 func (g *Graph) joined() [][]int {
 	var sets [][]int
 	seen := make([]bool, len(g.pairs))
@@ -45,22 +45,22 @@ func (g *Graph) broken(i int) bool {
 	return d.Fault != "" || d.Gone
 }
 
-// Weakness is a GPU, or a pair of them, with fewer lanes than its like on this
-// node: a link is down.
+// Weakness is a GPU, or a pair, with fewer lanes than others of its kind on this node: a link is
+// down.
 type Weakness struct {
 	GPU   gpu.UUID
 	Index int
-	// To is the other end, with its index. It is empty where Switch is set, and
-	// where it cannot be told which of the GPU's links is down: then the lanes are
-	// all of the GPU.
+	// To is the other end, and ToIndex its index. To is empty if Switch is true. It is also empty
+	// if the other end of the link that is down is not known: then Lanes and Of are for all links
+	// of the GPU.
 	To      gpu.UUID
 	ToIndex int
 	Switch  bool
-	// Lanes work, Of should.
+	// Lanes is the number of lanes that work, Of the number that should.
 	Lanes, Of int
 }
 
-// String is the weakness as a sentence for people.
+// String returns the weakness as a sentence for people.
 func (w Weakness) String() string {
 	to := ""
 	switch {
@@ -72,21 +72,19 @@ func (w Weakness) String() string {
 	return fmt.Sprintf("GPU %d has %d of %d NVLink lanes%s", w.Index, w.Lanes, w.Of, to)
 }
 
-// Weak returns what has fewer lanes than its like, in the node's order. How
-// many there should be is not known of any board; it is seen by comparison with
-// the GPUs of the same model:
+// Weak returns the GPUs and pairs with fewer lanes than others of their kind, in the node's
+// order. The right number is not known for any board, so Weak compares GPUs of the same model:
 //
-//   - to a switch, a GPU should have as many lanes as the one with most has, if it
-//     has no direct links,
-//   - a direct link should have at both ends what it has at either,
-//   - a GPU with direct links should have as many lanes as the one with most has,
-//     if half of them have that many. The link that is down is between two that
-//     lack some; where it has no lane left, more than half must have all of theirs.
-//     A GPU without any lane may have been built so.
+//   - To a switch, a GPU without direct links should have as many lanes as the GPU with the
+//     most.
+//   - A direct link should have the same number of lanes at both ends.
+//   - A GPU with direct links should have as many lanes as the GPU with the most, if at
+//     least half of these GPUs have that many. The link that is down is between two GPUs
+//     that lack lanes. If no lane is left between the two, more than half of the GPUs must
+//     have all of theirs. A GPU without any lane may be built without.
 //
-// A node whose GPUs are joined in an uneven way has no like to compare with.
-// GPUs with a fault are left out, and so are those in MIG mode, which do not use
-// their links.
+// If the links of a node are uneven, there is no kind to compare with. GPUs with a fault are left
+// out, and so are those in MIG mode, which do not use their links.
 func (g *Graph) Weak() []Weakness {
 	var out []Weakness
 	byModel := make(map[string][]int)
@@ -112,7 +110,7 @@ func (g *Graph) weakToSwitch(like []int) (out []Weakness) {
 		most = max(most, g.ends[i][i].count)
 	}
 	for _, i := range like {
-		// A GPU with direct links is joined in another way.
+		// A GPU with direct links is built differently.
 		if n := g.ends[i][i].count; n < most && g.directLanes(i) == 0 {
 			d := &g.inv.GPUs[i]
 			out = append(out, Weakness{GPU: d.UUID, Index: d.Index, Switch: true, Lanes: n, Of: most})
@@ -128,7 +126,7 @@ func (g *Graph) weakDirect(like []int) (out []Weakness) {
 			To: g.inv.GPUs[j].UUID, ToIndex: g.inv.GPUs[j].Index, Lanes: lanes, Of: of,
 		})
 	}
-	// What an end tells of is accounted for, and does not count as lacking.
+	// The lanes that one end reports count for both ends, and are not reported again as missing.
 	total := make(map[int]int)
 	for a, i := range like {
 		total[i] += g.directLanes(i)
@@ -161,7 +159,7 @@ func (g *Graph) weakDirect(like []int) (out []Weakness) {
 			lacking = append(lacking, i)
 		}
 	}
-	// far is who lacks the other end of what i lacks, if that is clear.
+	// far returns the GPU at the other end of the lanes that i lacks, or -1 if that is not clear.
 	far := func(i int) int {
 		var to, none []int
 		for _, j := range lacking {
@@ -196,7 +194,7 @@ func (g *Graph) weakDirect(like []int) (out []Weakness) {
 	return out
 }
 
-// directLanes is how many lanes a GPU has to others without a switch.
+// directLanes returns how many lanes a GPU has to other GPUs without a switch.
 func (g *Graph) directLanes(i int) int {
 	n := 0
 	for j, p := range g.pairs[i] {

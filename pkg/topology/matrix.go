@@ -13,22 +13,22 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Matrix is the node as `nvidia-smi topo -m` shows it. It is part of /statusz.
+// Matrix is the node as `nvidia-smi topo -m` shows it. /statusz contains it.
 type Matrix struct {
 	GPUs []MatrixGPU    `json:"gpus"`
 	NICs []MatrixNIC    `json:"nics,omitempty"`
 	NUMA []gpu.NUMANode `json:"numaNodes,omitempty"`
-	// Cells has a row and a column for each of GPUs and, after them, NICs: "X" for
-	// a device itself, "NV18" for 18 NVLink lanes, "NV" for lanes that the driver
-	// did not count, else a Level.
+	// Cells has a row and a column for each of GPUs, then for each of NICs. A cell is "X" for a
+	// device itself, "NV18" for 18 NVLink lanes, "NV" for lanes that the driver did not count, or
+	// else a Level.
 	Cells [][]string `json:"cells"`
-	// Joined is the sets of two and more GPUs that NVLink connects, directly, through a
-	// switch or over each other, by Index: the largest first, then in the node's order.
-	// GPUs with a fault are left out.
+	// Joined is the sets of two and more GPUs that NVLink connects, directly, through a switch or
+	// by way of other GPUs. The sets have the values of Index, and are sorted by size, largest
+	// first, then by the node's order. GPUs with a fault are left out.
 	Joined [][]int `json:"joined,omitempty"`
 	// Switched is the indices of the GPUs with lanes to an NVSwitch.
 	Switched []int `json:"switched,omitempty"`
-	// Weak is Graph.Weak as sentences.
+	// Weak is the result of Graph.Weak as sentences.
 	Weak []string `json:"weak,omitempty"`
 }
 
@@ -37,7 +37,7 @@ type MatrixGPU struct {
 	Index int      `json:"index"`
 	UUID  gpu.UUID `json:"uuid"`
 	PCI   string   `json:"pci,omitempty"`
-	// NUMA is nil where it is not known.
+	// NUMA is the GPU's NUMA node; nil if not known.
 	NUMA *int   `json:"numa,omitempty"`
 	CPUs string `json:"cpus,omitempty"`
 }
@@ -51,8 +51,8 @@ type MatrixNIC struct {
 	Active bool     `json:"active"`
 }
 
-// Matrix returns what people look at. It shares nothing with the graph that
-// changes.
+// Matrix returns the matrix of g. The caller must not change what its pointers and slices refer
+// to.
 func (g *Graph) Matrix() Matrix {
 	m := Matrix{GPUs: []MatrixGPU{}, NUMA: g.inv.NUMA, Cells: [][]string{}}
 	var places []place
@@ -96,7 +96,7 @@ func (g *Graph) Matrix() Matrix {
 	return m
 }
 
-// cell is a pair's word in the matrix.
+// cell returns a pair's cell in the matrix.
 func (p Pair) cell() string {
 	switch {
 	case p.NVLink > 0:
@@ -107,23 +107,22 @@ func (p Pair) cell() string {
 	return p.Level.String()
 }
 
-// legend explains the words of cells.
+// legend explains the cells.
 const legend = `
 Legend:
 
   X     the device itself
   SYS   over PCIe and from one NUMA node to another
   NODE  over PCIe and from one host bridge to another of the same NUMA node
-  PHB   over PCIe and the host bridge that both hang on
+  PHB   over PCIe and the host bridge above both
   PXB   over several PCIe switches, but no host bridge
   PIX   over one PCIe switch or bridge
   NV#   over # NVLink lanes
 `
 
-// WriteText writes the matrix as people know it from `nvidia-smi topo -m`: GPUs
-// and network cards in rows and columns, with the CPUs and the NUMA node of each
-// GPU, a legend, the network cards' names, what NVLink joins and what is weak.
-// Columns are aligned by spaces.
+// WriteText writes the matrix in the form of `nvidia-smi topo -m`: GPUs and network cards in rows
+// and columns, CPUs and NUMA node of each GPU, a legend, the network cards' names, the sets that
+// NVLink connects, and the links that are down. Columns are aligned by spaces.
 func (m Matrix) WriteText(w io.Writer) error {
 	if len(m.Cells) == 0 {
 		_, err := io.WriteString(w, "No GPU and no RDMA network card.\n")

@@ -14,22 +14,19 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// amazon is the PCI vendor whose RDMA cards are Elastic Fabric Adapters, as
-// sysfs writes it.
+// amazon is the PCI vendor of Elastic Fabric Adapters, as sysfs writes it.
 const amazon = "0x1d0f"
 
-// Read adds to an inventory what sysfs knows, sys being sysfs' root: the
-// machine's name, NUMA nodes and RDMA network cards, and of each GPU with a PCI
-// address its NUMA node, CPUs and PCI path. What sysfs does not say stays as it
-// is; a strange sysfs is only one that says less. Of the rest of the inventory
-// nothing is changed, and nothing looked at but the GPUs' PCI addresses.
+// Read adds to an inventory what sysfs knows: the machine's name, NUMA nodes and RDMA network
+// cards, and for each GPU with a PCI address its NUMA node, CPUs and PCI path. sys is the root of
+// sysfs. Fields that sysfs has no value for stay as they are, also if sysfs is damaged. Read uses
+// only the GPUs' PCI addresses and the fields that it adds to.
 //
-// A virtual function of a network card that the machine has itself is left out:
-// its place is the card's.
+// A virtual function of a network card is left out if the machine also has the card itself.
 //
-// PCI paths are the targets of symbolic links, so sys must be an
-// [fs.ReadLinkFS] for them, as os.DirFS is. A file of sysfs may make the kernel
-// ask a device, which can take long if the device hangs.
+// PCI paths are the targets of symbolic links, so Read finds them only if sys is an
+// [fs.ReadLinkFS], as os.DirFS is. For some files of sysfs the kernel asks a device, which can
+// take long if the device hangs.
 func Read(sys fs.FS, inv *gpu.Inventory) {
 	if name := line(sys, "class/dmi/id/product_name"); name != "" {
 		inv.Machine = name
@@ -61,8 +58,8 @@ func Read(sys fs.FS, inv *gpu.Inventory) {
 	}
 }
 
-// readNode returns the NUMA node of a device: nil if the kernel says that it has none
-// (-1), and was if the kernel says nothing.
+// readNode returns the NUMA node of a device: nil if the kernel's value is -1 (none), and was if
+// there is no value.
 func readNode(sys fs.FS, dir string, was *int) *int {
 	n, err := strconv.Atoi(line(sys, path.Join(dir, "numa_node")))
 	switch {
@@ -74,7 +71,7 @@ func readNode(sys fs.FS, dir string, was *int) *int {
 	return &n
 }
 
-// readCPUs returns a list as the kernel writes it, "0-55,112-167", or nothing.
+// readCPUs returns a list as the kernel writes it, "0-55,112-167". It is empty if there is none.
 func readCPUs(sys fs.FS, name string) string {
 	list := line(sys, name)
 	if strings.Trim(list, "0123456789,-") != "" {
@@ -85,7 +82,7 @@ func readCPUs(sys fs.FS, name string) string {
 
 func readNUMA(sys fs.FS) []gpu.NUMANode {
 	const dir = "devices/system/node"
-	entries, _ := fs.ReadDir(sys, dir) // what was read before an error counts
+	entries, _ := fs.ReadDir(sys, dir) // on error, those that could be read
 	var nodes []gpu.NUMANode
 	for _, e := range entries {
 		number, ok := strings.CutPrefix(e.Name(), "node")
@@ -103,8 +100,7 @@ func readNUMA(sys fs.FS) []gpu.NUMANode {
 	return nodes
 }
 
-// readDistances returns a NUMA node's distance to each node, nil unless there are that
-// many.
+// readDistances returns a NUMA node's distance to each node, or nil unless there are that many.
 func readDistances(sys fs.FS, name string, nodes int) []int {
 	words := strings.Fields(line(sys, name))
 	if len(words) != nodes {
@@ -121,7 +117,7 @@ func readDistances(sys fs.FS, name string, nodes int) []int {
 	return out
 }
 
-// readNICs reports whether the kernel knows of RDMA network cards at all.
+// readNICs returns the RDMA network cards. ok is false if the kernel has no list of them.
 func readNICs(sys fs.FS) (nics []gpu.NIC, ok bool) {
 	const dir = "class/infiniband"
 	entries, err := fs.ReadDir(sys, dir)
@@ -137,8 +133,8 @@ func readNICs(sys fs.FS) (nics []gpu.NIC, ok bool) {
 	return nics, true
 }
 
-// readNIC reports false for what is no card of a kind in gpu.RDMA: software on
-// top of an Ethernet card, a virtual function, iWARP.
+// readNIC returns false if this is no card of a kind in gpu.RDMA: software on top of an Ethernet
+// card, a virtual function, or iWARP.
 func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
 	nic := gpu.NIC{Name: name}
 	device := resolve(sys, path.Join(dir, name, "device"))
@@ -152,7 +148,7 @@ func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
 	nic.Path, nic.PCI = way, deviceAddress(addr)
 	nic.NUMA = readNode(sys, device, nil)
 
-	ports, _ := fs.ReadDir(sys, path.Join(dir, name, "ports")) // none is a card without any
+	ports, _ := fs.ReadDir(sys, path.Join(dir, name, "ports")) // on error, the card has no ports
 	for _, p := range ports {
 		port := path.Join(dir, name, "ports", p.Name())
 		switch line(sys, path.Join(port, "link_layer")) {
@@ -161,7 +157,7 @@ func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
 		case "Ethernet":
 			nic.Kind = cmp.Or(nic.Kind, gpu.RoCE)
 		}
-		// "4: ACTIVE"; other states are on the way there, or down.
+		// "4: ACTIVE". In the other states the port is down, or not up yet.
 		nic.Active = nic.Active || strings.HasPrefix(line(sys, path.Join(port, "state")), "4:")
 	}
 	if line(sys, path.Join(device, "vendor")) == amazon {
@@ -172,8 +168,8 @@ func readNIC(sys fs.FS, dir, name string) (gpu.NIC, bool) {
 	return nic, nic.Kind != ""
 }
 
-// byNumber compares names with the numbers in them as such: mlx5_2 comes before
-// mlx5_10, and rdmap79s0 before rdmap113s0.
+// byNumber compares names. Numbers in them compare by value: mlx5_2 comes before mlx5_10, and
+// rdmap79s0 before rdmap113s0.
 func byNumber(a, b string) int {
 	const digits = "0123456789"
 	restA, restB := a, b
@@ -200,7 +196,8 @@ func byNumber(a, b string) int {
 	return cmp.Or(cmp.Compare(len(restA), len(restB)), cmp.Compare(a, b))
 }
 
-// line returns a file's text without the space around it, or nothing.
+// line returns a file's text without leading and trailing space. It is empty if the file cannot
+// be read.
 func line(sys fs.FS, name string) string {
 	data, err := fs.ReadFile(sys, name)
 	if err != nil {
@@ -209,10 +206,10 @@ func line(sys fs.FS, name string) string {
 	return strings.TrimSpace(string(data))
 }
 
-// resolve returns where a name leads when each symbolic link in it is followed,
-// and nothing where they lead out of sys or in a circle.
+// resolve returns the path that a name leads to if all its symbolic links are followed. It is
+// empty if they lead out of sys or in a circle.
 func resolve(sys fs.FS, name string) string {
-	const mostLinks = 40 // Linux' own limit
+	const mostLinks = 40 // the limit of Linux
 	at, links := ".", 0
 	for rest := strings.Split(name, "/"); len(rest) > 0; {
 		part := rest[0]
@@ -230,7 +227,7 @@ func resolve(sys fs.FS, name string) string {
 		next := path.Join(at, part)
 		target, err := fs.ReadLink(sys, next)
 		if err != nil {
-			at = next // no link
+			at = next // not a link
 			continue
 		}
 		if links++; links > mostLinks || path.IsAbs(target) {
@@ -241,8 +238,9 @@ func resolve(sys fs.FS, name string) string {
 	return at
 }
 
-// pciWay cuts the bridges, from the host bridge on, and the address of a device
-// out of a path below devices, which may lead over other buses first.
+// pciWay returns the bridges above a PCI device, from the host bridge on, and the device's
+// address. Both come from a path below devices, which may begin with other buses. It returns
+// nothing if the path does not end in a PCI device.
 func pciWay(name string) (way []string, addr string) {
 	for part := range strings.SplitSeq(name, "/") {
 		host := isHostBridge(part)
@@ -260,14 +258,14 @@ func pciWay(name string) (way []string, addr string) {
 	return way[:len(way)-1], way[len(way)-1]
 }
 
-// isHostBridge recognises "pci0000:16".
+// isHostBridge reports whether s is like "pci0000:16".
 func isHostBridge(s string) bool {
 	number, ok := strings.CutPrefix(s, "pci")
 	domain, bus, ok2 := strings.Cut(number, ":")
 	return ok && ok2 && isHex(domain, 4, 8) && isHex(bus, 2, 2)
 }
 
-// isAddress recognises "0000:17:00.0", with a domain of four to eight digits.
+// isAddress reports whether s is like "0000:17:00.0", with a domain of four to eight digits.
 func isAddress(s string) bool {
 	domain, rest, ok := strings.Cut(s, ":")
 	bus, rest, ok2 := strings.Cut(rest, ":")
@@ -279,19 +277,19 @@ func isHex(s string, least, most int) bool {
 	return len(s) >= least && len(s) <= most && strings.Trim(s, "0123456789abcdef") == ""
 }
 
-// SysfsAddress is a PCI address as sysfs writes it (bus/pci/devices), with a domain
-// of four digits and more only where four do not do; false for what is no address.
+// SysfsAddress returns a PCI address as sysfs writes it (bus/pci/devices): with a domain of four
+// digits, or more if it needs them. It returns false if s is no PCI address.
 func SysfsAddress(s string) (string, bool) {
 	s = strings.ToLower(s)
 	if !isAddress(s) {
 		return "", false
 	}
 	domain, rest, _ := strings.Cut(s, ":")
-	n, _ := strconv.ParseUint(domain, 16, 32) // isAddress has seen to it
+	n, _ := strconv.ParseUint(domain, 16, 32) // isAddress has checked it
 	return fmt.Sprintf("%04x:%s", n, rest), true
 }
 
-// deviceAddress is an address as gpu.Device has it.
+// deviceAddress returns an address in the form of gpu.Device.PCI.
 func deviceAddress(s string) string {
 	domain, rest, _ := strings.Cut(s, ":")
 	return strings.Repeat("0", 8-len(domain)) + domain + ":" + rest

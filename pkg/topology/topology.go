@@ -8,17 +8,18 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Bounds that are beyond what any board has (18 lanes of 100,000 MB/s so far)
-// and keep sums of reported nonsense within 64 bits.
+// Bounds beyond what any board has (18 lanes of 100,000 MB/s so far). They keep sums of nonsense
+// within 64 bits.
 const (
 	maxLanes    = 1 << 10
 	maxLaneMBps = 1 << 20
 )
 
-// NUMA says whether two devices are on one NUMA node.
+// NUMA is whether two devices are on one NUMA node.
 type NUMA int
 
-// Unknown, the zero value, lies between the two: either may be true.
+// Unknown is the zero value. In comparisons it is between the other two, since either may be
+// true.
 const (
 	Unknown NUMA = iota
 	Same
@@ -27,66 +28,68 @@ const (
 
 func (n NUMA) String() string { return [...]string{"unknown", "same", "different"}[n] }
 
-// Level is what the way between two devices goes over when it takes the PCI bus,
-// from near to far. In brackets are the words of `nvidia-smi topo -m`.
+// Level is the farthest thing on the PCI way between two devices, from near to far. The words of
+// `nvidia-smi topo -m` are in brackets.
 type Level int
 
 const (
 	LevelUnknown  Level = iota
-	LevelSelf           // one and the same device (X)
+	LevelSelf           // the device itself (X)
 	LevelSwitch         // one bridge, or the two sides of one switch (PIX)
 	LevelSwitches       // several switches below one root port (PXB)
-	LevelHost           // the host bridge that both hang on (PHB)
+	LevelHost           // one host bridge above both (PHB)
 	LevelNode           // two host bridges of one NUMA node (NODE)
 	LevelSystem         // two NUMA nodes (SYS)
 )
 
-// String is the level's word in the matrix.
+// String returns the level's word in the matrix.
 func (l Level) String() string {
 	return [...]string{"N/A", "X", "PIX", "PXB", "PHB", "NODE", "SYS"}[l]
 }
 
-// Pair is how two GPUs are connected. The zero Pair says that nothing is known.
+// Pair is how two GPUs are connected. In the zero Pair nothing is known.
 type Pair struct {
-	// NVLink is the number of lanes between the two: of direct ones, or through
-	// a switch as many as the lesser of the two has to it. 0 with Switch set
-	// means that the driver did not count them.
+	// NVLink is the number of lanes between the two: the direct ones, or through a switch the
+	// lower of the two numbers that each has to it. It is 0 if Switch is true and the driver did
+	// not count them.
 	NVLink int
-	// Switch says that they reach each other through an NVSwitch.
+	// Switch is true if an NVSwitch connects them.
 	Switch bool
-	// MBps is what the lanes carry together in each direction, in MB/s (10^6
-	// bytes); 0 where the driver does not say.
+	// MBps is the speed of all these lanes together in each direction, in MB/s (10^6 bytes); 0 if
+	// not known.
 	MBps int
 	NUMA NUMA
-	// Distance is how far apart different NUMA nodes are, by gpu.NUMANode's measure
-	// and in the worse direction; 0 where it is not known, and for one node.
+	// Distance is the distance of their NUMA nodes in the worse direction, in the measure of
+	// gpu.NUMANode. It is 0 if not known, and if they are on one node.
 	Distance int
-	// Level is the way over the PCI bus, whether or not NVLink joins the two.
+	// Level is the way over the PCI bus, even if NVLink connects the two.
 	Level Level
 }
 
-// Linked says that NVLink connects the two, directly or through a switch.
+// Linked reports whether NVLink connects the two, directly or through a switch.
 func (p Pair) Linked() bool { return p.NVLink > 0 || p.Switch }
 
-// Graph is the connections between a node's GPUs at the moment of an inventory.
-// It does not change, and may be used by several goroutines at once.
+// Graph is the connections between a node's GPUs, from one inventory. It does not change, and may
+// be used by several goroutines at once.
 type Graph struct {
-	inv   *gpu.Inventory // a copy: the caller's may change
+	inv   *gpu.Inventory // a copy, since the caller may change its own
 	at    map[gpu.UUID]int
 	pairs [][]Pair
-	// ends[i][j] is how many lanes to j GPU i itself reports, ends[i][i] how many
-	// to switches.
+	// ends[i][j] is the lanes to j that GPU i itself reports, and ends[i][i] its lanes to
+	// switches.
 	ends [][]lanes
-	// weights is pairs as numbers, which are of lanes where a speed is not known.
+	// weights is pairs as numbers. byLanes is true if they count lanes, since a speed is not
+	// known.
 	weights [][]weight
 	byLanes bool
 }
 
-// lanes are NVLink lanes of one direction as one end reports them.
+// lanes are the NVLink lanes of a link as one of its ends reports them. mbps is their speed in
+// one direction, in MB/s.
 type lanes struct {
 	count, mbps int
-	sw          bool // to a switch, counted or not
-	noSpeed     bool // the speed of some is not known
+	sw          bool // to a switch, even if not counted
+	noSpeed     bool // the speed of some lanes is not known
 }
 
 func (l *lanes) add(link gpu.Link) {
@@ -97,7 +100,7 @@ func (l *lanes) add(link gpu.Link) {
 	l.noSpeed = l.noSpeed || link.NVLink > 0 && link.LaneMBps <= 0
 }
 
-// speed is what the lanes carry together, 0 where that is not known of all.
+// speed returns the speed of all lanes together, or 0 if that of any is not known.
 func (l *lanes) speed() int {
 	if l.noSpeed {
 		return 0
@@ -105,8 +108,8 @@ func (l *lanes) speed() int {
 	return l.mbps
 }
 
-// lesser is what works of a link whose ends report a and b: a lane needs both of
-// its ends. Of a speed that one end alone knows, that one is believed.
+// lesser returns the lanes and speed that work of a link whose ends report a and b: a lane needs
+// both of its ends. If only one end knows the speed, that counts.
 func lesser(a, b *lanes) (count, mbps int) {
 	if b.count < a.count || b.count == a.count && b.speed() < a.speed() {
 		a, b = b, a
@@ -117,13 +120,11 @@ func lesser(a, b *lanes) (count, mbps int) {
 	return a.count, a.speed()
 }
 
-// New reads the links, NUMA nodes and PCI paths of an inventory, which may be
-// nil.
+// New returns the graph of an inventory's links, NUMA nodes and PCI paths. inv may be nil.
 //
-// Where both ends of a link report it with different numbers of lanes, the
-// smaller one counts, for a lane works only if both of its ends do; where one
-// end alone reports it, that is believed. Of two GPUs with one name, or one
-// index, the first counts.
+// If the ends of a link report different numbers of lanes, the lower one counts, since a lane
+// works only if both of its ends do. If only one end reports the link, that counts. Of two GPUs
+// with the same UUID or index, the first counts.
 func New(inv *gpu.Inventory) *Graph {
 	g := &Graph{inv: new(gpu.Inventory), at: make(map[gpu.UUID]int)}
 	if inv == nil {
@@ -158,7 +159,7 @@ func New(inv *gpu.Inventory) *Graph {
 		}
 	}
 
-	// A GPU that has no name, or the name of one before it, is in no set.
+	// A GPU without a UUID, or with that of an earlier one, is in no set.
 	named := func(i int) bool {
 		at, ok := g.at[inv.GPUs[i].UUID]
 		return ok && at == i
@@ -205,8 +206,8 @@ func (g *Graph) pair(i, j int) Pair {
 	return p
 }
 
-// Between returns how two GPUs are connected, the same whichever is named
-// first; the zero Pair if one of them is unknown or both are one.
+// Between returns how two GPUs are connected, in either order. It is the zero Pair if one of them
+// is unknown or both are the same.
 func (g *Graph) Between(a, b gpu.UUID) Pair {
 	i, ok := g.at[a]
 	j, ok2 := g.at[b]
@@ -225,7 +226,7 @@ type place struct {
 func placeOf(d *gpu.Device) place { return place{d.Path, d.NUMA} }
 func placeOfNIC(n *gpu.NIC) place { return place{n.Path, n.NUMA} }
 
-// numaTo takes a negative node for none, as the kernel writes it.
+// numaTo compares two NUMA nodes. A negative node is none, as the kernel writes it.
 func (p place) numaTo(o place) NUMA {
 	switch {
 	case p.numa == nil || o.numa == nil || *p.numa < 0 || *o.numa < 0:
@@ -236,7 +237,8 @@ func (p place) numaTo(o place) NUMA {
 	return Different
 }
 
-// distance is what the firmware says of the way from one NUMA node to another.
+// distance returns the firmware's distance from one NUMA node to a different one, or 0 if not
+// known.
 func (g *Graph) distance(a, b place) int {
 	if a.numaTo(b) != Different {
 		return 0
@@ -251,16 +253,16 @@ func (g *Graph) distance(a, b place) int {
 	return min(max(g.inv.NUMA[from].Distances[to], 0), maxDistance)
 }
 
-// level compares the ways down to two devices. Bridges that both ways have say
-// most; without any, it is NUMA that decides.
+// level compares the ways from the processor to two devices. The common bridges decide; without
+// any, NUMA nodes do.
 func (g *Graph) level(a, b place) Level {
 	shared := 0
 	for shared < min(len(a.path), len(b.path)) && a.path[shared] == b.path[shared] {
 		shared++
 	}
-	// The first of a path is the host bridge. A switch is a bridge upwards and one
-	// downwards for each of its slots: below what is shared of one, each way has
-	// at most its own slot.
+	// A path begins with the host bridge. A switch is one bridge upwards and one bridge downwards
+	// for each of its slots. So two devices on one switch have at most one bridge each that is
+	// not common.
 	switch below := max(len(a.path), len(b.path)) - shared; {
 	case shared > 1 && below <= 1:
 		return LevelSwitch

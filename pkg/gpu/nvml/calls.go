@@ -12,32 +12,34 @@ import (
 )
 
 // function is a function of the driver's library that this package calls, itself or through
-// NVIDIA's generator: a row of the table below. Cards and drivers answer NOT_SUPPORTED to what
-// they do not have, an integrated GPU to more than others. What that costs is decided here,
-// once for each function, and nowhere else.
+// NVIDIA's generator. Each is a row of the table below. Cards and drivers answer NOT_SUPPORTED to
+// what they do not have, an integrated GPU to more than others. The table alone decides what that
+// means for each function.
 type function struct {
 	// symbol is the name that the library exports.
 	symbol string
-	// newer says that R470 may lack it: it is looked up before it is called (session.has).
+	// newer is true if R470 may lack the function: then it is looked up before each call
+	// (session.has).
 	newer bool
-	// vital is what cannot be had without it, empty for an optional function.
+	// vital is what fails without the function; empty for an optional one.
 	vital scope
-	// unknown is what stays unknown without an optional function, and nothing else does.
+	// unknown is the only thing that stays unknown without an optional function; empty for a
+	// vital one.
 	unknown string
 }
 
-// scope is what a vital function is vital for. Where the driver does not support it, the
-// error, or the fault of the GPU, names the function.
+// scope is what fails if the driver does not support a vital function. The error, or the fault of
+// the GPU, then names the function.
 type scope string
 
 const (
-	// everything: nothing can be read, of any GPU.
+	// everything: no GPU can be read.
 	everything scope = "everything"
 	// itsGPU: that GPU has a fault.
 	itsGPU scope = "its GPU"
 	// itsMIG: that GPU has a fault while it is in MIG mode.
 	itsMIG scope = "its GPU in MIG mode"
-	// theChange: what was to be changed stays as it is.
+	// theChange: the requested change is not made.
 	theChange scope = "the change"
 )
 
@@ -63,17 +65,26 @@ func optionalNewer(symbol, unknown string) *function {
 	return row(function{symbol: symbol, unknown: unknown, newer: true})
 }
 
-// The table. go-nvml chooses the newest version of a name by itself, so a name without a
-// version stands for all of them, unless another row has one.
+// The table. go-nvml chooses the newest version of a function by itself. So a row whose symbol
+// has no version covers all versions, except those that have a row of their own.
+//
+// Later drivers than R470 added:
+//
+//	R510   the memory that the driver keeps for itself; MIG profiles, and with them all instances;
+//	       the compute slice of a split in its GPU instance
+//	R515   (about) the states of all of a GPU's NVLinks in one call, and the speed of each link;
+//	       before, a call for each link, and one speed for all
+//	R525   (about) the NVLink fabric
+//	R615   memory limits of cgroups (SetMemoryLimit)
 var (
 	nvmlInit                       = vital("nvmlInit_v2", everything)
 	nvmlShutdown                   = vital("nvmlShutdown", everything)
 	nvmlSystemGetDriverVersion     = vital("nvmlSystemGetDriverVersion", everything)
 	nvmlSystemGetCudaDriverVersion = optional("nvmlSystemGetCudaDriverVersion",
-		"the newest CUDA version that the driver serves")
+		"the newest CUDA version that the driver supports")
 	nvmlDeviceGetCount = vital("nvmlDeviceGetCount_v2", everything)
 
-	// What containers get of a GPU is found by the last three: by NVIDIA's generator.
+	// NVIDIA's generator calls the last three to find a GPU's device nodes.
 	nvmlDeviceGetHandleByIndex         = vital("nvmlDeviceGetHandleByIndex_v2", itsGPU)
 	nvmlDeviceGetUUID                  = vital("nvmlDeviceGetUUID", itsGPU)
 	nvmlDeviceGetHandleByUUID          = vital("nvmlDeviceGetHandleByUUID", itsGPU)
@@ -84,19 +95,21 @@ var (
 	nvmlDeviceIsMigDeviceHandle        = vital("nvmlDeviceIsMigDeviceHandle", itsGPU)
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
 	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
-		"the NUMA node, where the kernel does not know it either")
+		"the NUMA node, if the kernel does not know it either")
 
-	// A GPU whose memory is the machine's has no figures of its own. With the first alone,
-	// before R510, what the driver keeps for itself counts as used.
+	// A GPU that uses the machine's memory, such as GB10 and Thor, answers NOT_SUPPORTED to both
+	// (seen with driver 580). Otherwise it lists its processes, and computes, as any other. If only
+	// the first function exists (before R510), the memory that the driver keeps for itself counts
+	// as used.
 	nvmlDeviceGetMemoryInfo = optional("nvmlDeviceGetMemoryInfo",
-		"the memory, where the next does not tell it either")
+		"the memory, if the next one does not report it either")
 	nvmlDeviceGetMemoryInfoV2 = optionalNewer("nvmlDeviceGetMemoryInfo_v2",
 		"the memory that the driver keeps for itself")
-	// Else busy instances look idle.
+	// Without it, busy instances would look idle.
 	nvmlDeviceGetComputeProcesses = vital("nvmlDeviceGetComputeRunningProcesses", itsMIG)
 	nvmlDeviceGetGraphicProcesses = optional("nvmlDeviceGetGraphicsRunningProcesses", "processes that draw")
 	nvmlDeviceGetMPSProcesses     = optionalNewer("nvmlDeviceGetMPSComputeRunningProcesses",
-		"clients of MPS, where they are not listed as others are")
+		"clients of MPS, if they are not listed as compute processes")
 	nvmlDeviceGetUtilization = optionalNewer("nvmlDeviceGetProcessUtilization", "how busy processes keep the GPU")
 
 	nvmlDeviceGetTotalEccErrors = optionalNewer("nvmlDeviceGetTotalEccErrors", "uncorrected errors of the memory")
@@ -109,10 +122,10 @@ var (
 
 	nvmlEventSetCreate = optional("nvmlEventSetCreate",
 		"errors as they happen: they are seen at the next reading")
-	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "the same")
+	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "errors as they happen")
 	nvmlEventSetFree                 = optional("nvmlEventSetFree", "nothing")
 	nvmlDeviceGetSupportedEventTypes = optional("nvmlDeviceGetSupportedEventTypes", "errors of that GPU as they happen")
-	nvmlDeviceRegisterEvents         = optional("nvmlDeviceRegisterEvents", "the same")
+	nvmlDeviceRegisterEvents         = optional("nvmlDeviceRegisterEvents", "errors of that GPU as they happen")
 
 	nvmlDeviceGetNvLinkState         = optional("nvmlDeviceGetNvLinkState", "NVLinks")
 	nvmlDeviceGetNvLinkRemotePciInfo = optional("nvmlDeviceGetNvLinkRemotePciInfo_v2",
@@ -123,14 +136,14 @@ var (
 	nvmlDeviceGetGpuFabricInfoV = optionalNewer("nvmlDeviceGetGpuFabricInfoV",
 		"the NVLink fabric beyond the node")
 	nvmlDeviceGetGpuFabricInfo = optionalNewer("nvmlDeviceGetGpuFabricInfo",
-		"the same, on drivers without the one above")
+		"the same, on drivers without the function above")
 
 	nvmlDeviceGetMigMode = optional("nvmlDeviceGetMigMode",
 		"MIG: the GPU counts as one without")
 	nvmlDeviceGetGpuInstanceProfileInfoV = optionalNewer("nvmlDeviceGetGpuInstanceProfileInfoV",
 		"MIG profiles: the GPU offers none")
 	nvmlDeviceGetGpuInstancePossiblePlacements = optional("nvmlDeviceGetGpuInstancePossiblePlacements",
-		"placements: some drivers tell them only while MIG is on")
+		"placements: some drivers report them only while MIG is on")
 	nvmlDeviceGetGpuInstances                    = vital("nvmlDeviceGetGpuInstances", itsMIG)
 	nvmlGpuInstanceGetInfo                       = vital("nvmlGpuInstanceGetInfo", itsMIG)
 	nvmlDeviceGetMaxMigDeviceCount               = vital("nvmlDeviceGetMaxMigDeviceCount", itsMIG)
@@ -157,9 +170,9 @@ var (
 	nvmlDeviceGetMemoryLimits = vitalNewer("nvmlDeviceGetMemoryLimits_v1", theChange)
 )
 
-// refused translates the driver's answer into an error of package gpu, nil for success.
-// The driver's own text and the function stay in the message; the code does not stay in the
-// chain.
+// refused turns the driver's answer into an error that wraps one of package gpu, or nil for
+// success. The message has the driver's own text and the function; the return code is not in the
+// error chain.
 func (f *function) refused(ret nvml.Return) error {
 	if ret == nvml.SUCCESS {
 		return nil
@@ -167,11 +180,11 @@ func (f *function) refused(ret nvml.Return) error {
 	return fmt.Errorf("%w (the driver says %q to %s)", meaning(ret), ret.Error(), f.symbol)
 }
 
-// failed is refused with the name of the step.
+// failed is refused with the step's name before it.
 func (f *function) failed(step string, ret nvml.Return) error { return in(step, f.refused(ret)) }
 
-// told says whether there is an answer. Without an error there may be none: the driver
-// does not support an optional function.
+// told reports whether the driver has answered. It returns false and no error if the driver does
+// not support an optional function.
 func (f *function) told(step string, ret nvml.Return) (bool, error) {
 	err := f.failed(step, ret)
 	if f.vital == "" && errors.Is(err, gpu.ErrNotSupported) {

@@ -18,11 +18,11 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// capabilityMode is the mode that the driver gives the nodes of instances: a container
+// capabilityMode is the mode that the driver gives to the device nodes of instances. A container
 // that has the node may use the instance.
 const capabilityMode = 0o444
 
-// capabilities finds and makes the device nodes that open MIG instances.
+// capabilities finds and makes the device nodes that give access to MIG instances.
 type capabilities struct{ *session }
 
 func (c *capabilities) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
@@ -50,11 +50,11 @@ func (c *capabilities) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, err
 	return c.seenByHost(edits).DeviceNodes, nil
 }
 
-// capsDir is where nodes of capabilities are.
+// capsDir is the directory of these nodes.
 func (o Options) capsDir() string { return filepath.Join(o.devDir(), "nvidia-caps") }
 
-// capabilityMinors looks capabilities up in the driver's list, of which each line
-// is a name and a number.
+// capabilityMinors returns the minor numbers of capabilities, from the driver's list. Each line
+// of the list is a name and a number.
 func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
 	file := filepath.Join(c.opts.ProcRoot, "driver/nvidia-caps/mig-minors")
 	list, err := os.ReadFile(file)
@@ -74,7 +74,7 @@ func (c *capabilities) capabilityMinors(wanted []string) ([]int, error) {
 	return numbers, nil
 }
 
-// lineNumber is what follows a prefix in the line that begins with it.
+// lineNumber returns the number after prefix, from the first line that begins with it.
 func lineNumber(list []byte, prefix string) (int, error) {
 	for line := range bytes.Lines(list) {
 		if number, ok := bytes.CutPrefix(line, []byte(prefix)); ok {
@@ -88,7 +88,7 @@ func lineNumber(list []byte, prefix string) (int, error) {
 	return 0, gpu.ErrNotFound
 }
 
-// capabilityNode makes sure that a node stands, with the right numbers.
+// capabilityNode makes a device node unless it exists with the right numbers.
 func (c *capabilities) capabilityNode(name string, minor int) error {
 	major, err := c.capabilityMajor()
 	if err != nil {
@@ -107,7 +107,7 @@ func (c *capabilities) capabilityNode(name string, minor int) error {
 	return nil
 }
 
-// capabilityMajor reads the number that the kernel gave to nvidia-caps.
+// capabilityMajor reads the major number that the kernel gave to nvidia-caps.
 func (c *capabilities) capabilityMajor() (uint32, error) {
 	file := filepath.Join(c.opts.ProcRoot, "devices")
 	list, err := os.ReadFile(file)
@@ -125,8 +125,9 @@ func (c *capabilities) capabilityMajor() (uint32, error) {
 	return 0, fmt.Errorf("%s has no character device nvidia-caps: %w; is the driver loaded?", file, gpu.ErrNotSupported)
 }
 
-// isDevice reports whether a path is a character device with these numbers. A node with
-// other numbers, of a kernel module that was loaded before, is not.
+// isDevice reports whether a path is a character device with these numbers. It is false for a
+// node with the numbers of a kernel module that was loaded before, and for a missing one. It
+// fails if the path is no character device or cannot be read.
 func isDevice(path string, device uint64) (bool, error) {
 	var node unix.Stat_t
 	err := unix.Lstat(path, &node)
@@ -142,12 +143,12 @@ func isDevice(path string, device uint64) (bool, error) {
 	return node.Rdev == device, nil
 }
 
-// makeNode creates a node at a path and replaces what is there in one step, because a
-// container may be starting with it.
+// makeNode creates a device node. It replaces an old one in a single step, because a container
+// may be starting with it.
 func makeNode(path string, device uint64) error {
 	dir := filepath.Dir(path)
 	if err := os.Mkdir(dir, 0o755); err == nil {
-		// As the driver's tools make it, whatever the umask is.
+		// The driver's tools give it this mode, so the umask must not change it.
 		if err := os.Chmod(dir, 0o755); err != nil {
 			return err
 		}
@@ -155,7 +156,7 @@ func makeNode(path string, device uint64) error {
 		return err
 	}
 	temp := filepath.Join(dir, fmt.Sprintf(".%s.%d", filepath.Base(path), os.Getpid()))
-	_ = os.Remove(temp) // of a process that had this PID
+	_ = os.Remove(temp) // left by a process that had this PID
 	if err := unix.Mknod(temp, unix.S_IFCHR|capabilityMode, int(device)); err != nil {
 		return &fs.PathError{Op: "mknod", Path: temp, Err: err}
 	}

@@ -20,10 +20,10 @@ const (
 )
 
 // capable is a machine whose driver lists capabilities; it has no nodes.
-func capable(t *testing.T) *rooms {
+func capable(t *testing.T) *components {
 	t.Helper()
 	root := t.TempDir()
-	d := newRooms(&session{opts: Options{DriverRoot: root, HostDriverRoot: "/", DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
+	d := newComponents(&session{opts: Options{DriverRoot: root, HostDriverRoot: "/", DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
 	write(t, filepath.Join(d.opts.ProcRoot, "devices"), kernelDevices)
 	write(t, filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors"), migMinors)
 	if err := os.Mkdir(d.opts.devDir(), 0o755); err != nil {
@@ -43,7 +43,7 @@ func write(t *testing.T, path, content string) {
 }
 
 // node reads a capability's node.
-func node(t *testing.T, d *rooms, name string) (mode, major, minor uint32) {
+func node(t *testing.T, d *components, name string) (mode, major, minor uint32) {
 	t.Helper()
 	var s unix.Stat_t
 	if err := unix.Lstat(filepath.Join(d.opts.capsDir(), name), &s); err != nil {
@@ -117,31 +117,31 @@ func TestCapabilitiesByHostPath(t *testing.T) {
 func TestCapabilitiesRefusals(t *testing.T) {
 	for _, c := range []struct {
 		name   string
-		damage func(t *testing.T, d *rooms)
+		damage func(t *testing.T, d *components)
 		want   error
 		said   string
 	}{
-		{"an instance that the driver does not list", func(t *testing.T, d *rooms) {
+		{"an instance that the driver does not list", func(t *testing.T, d *components) {
 			write(t, filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors"), "gpu0/gi7/access 3\n")
 		}, gpu.ErrNotFound, "gpu0/gi0/access"},
-		{"a compute instance that it does not list", func(t *testing.T, d *rooms) {
+		{"a compute instance that it does not list", func(t *testing.T, d *components) {
 			write(t, filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors"), "gpu0/gi0/access 3\n")
 		}, gpu.ErrNotFound, "gpu0/gi0/ci0/access"},
-		{"no number", func(t *testing.T, d *rooms) {
+		{"no number", func(t *testing.T, d *components) {
 			write(t, filepath.Join(d.opts.ProcRoot, "driver/nvidia-caps/mig-minors"), "gpu0/gi0/access \n")
 		}, gpu.ErrNotFound, "gpu0/gi0/access"},
-		{"no list", func(t *testing.T, d *rooms) {
+		{"no list", func(t *testing.T, d *components) {
 			if err := os.RemoveAll(filepath.Join(d.opts.ProcRoot, "driver")); err != nil {
 				t.Fatal(err)
 			}
 		}, gpu.ErrNotSupported, "--proc-root"},
-		{"no major number", func(t *testing.T, d *rooms) {
+		{"no major number", func(t *testing.T, d *components) {
 			write(t, filepath.Join(d.opts.ProcRoot, "devices"), "Character devices:\n195 nvidia\n\nBlock devices:\n236 nvidia-caps\n")
 		}, gpu.ErrNotSupported, "nvidia-caps"},
-		{"something else in the node's place", func(t *testing.T, d *rooms) {
+		{"something else in the node's place", func(t *testing.T, d *components) {
 			write(t, filepath.Join(d.opts.capsDir(), "nvidia-cap3"), "")
 		}, gpu.ErrInvalid, "nvidia-cap3"},
-		{"no directory of devices", func(t *testing.T, d *rooms) {
+		{"no directory of devices", func(t *testing.T, d *components) {
 			if err := os.Remove(d.opts.devDir()); err != nil {
 				t.Fatal(err)
 			}

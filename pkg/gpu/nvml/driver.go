@@ -21,68 +21,67 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
-	// closeWait bounds Close where a call hangs inside the driver.
+	// closeWait bounds how long Close waits for calls that hang.
 	closeWait = 5 * time.Second
-	// mostShutdowns bounds how often Close lets go of a driver that never says
-	// that it has been let go of.
+	// mostShutdowns bounds how often Close shuts the driver down. A driver that never answers
+	// "uninitialized" would keep it there.
 	mostShutdowns = 16
 )
 
-// Options say where the driver is. The zero value is a driver installed on
-// this machine, seen directly.
+// Options say where the driver is. The zero value is a driver installed on this machine, seen
+// directly.
 type Options struct {
-	// Library is the driver's management library. Empty: libnvidia-ml.so.1 is
-	// sought below DriverRoot where distributions put it, then, if DriverRoot
-	// is "/", by the dynamic linker.
+	// Library is the driver's management library. If it is empty, Open looks for
+	// libnvidia-ml.so.1 below DriverRoot, where distributions put it. If that fails and
+	// DriverRoot is "/", the dynamic linker looks for it.
 	Library string
-	// DriverRoot is the directory that the driver is installed in, as the
-	// agent sees it: libraries are below it at usr/lib64 and the like. Empty
-	// is "/".
+	// DriverRoot is the directory that the driver is installed in, as the agent sees it: the
+	// libraries are below it, at usr/lib64 and the like. Empty is "/".
 	DriverRoot string
-	// HostDriverRoot is the same directory as the host sees it, which is what
-	// CDI files must say. Empty is DriverRoot.
+	// HostDriverRoot is the same directory as the host sees it. CDI files need the host's paths.
+	// Empty is DriverRoot.
 	HostDriverRoot string
-	// DevRoot is the directory below which the agent sees the host's device
-	// nodes, at dev/. Empty is DriverRoot if it has dev/nvidiactl, else "/".
+	// DevRoot is the directory below which the agent sees the host's device nodes, at dev/. Empty
+	// is DriverRoot if that has dev/nvidiactl, and "/" otherwise.
 	DevRoot string
 	// SysRoot is the host's sysfs. Empty is "/sys".
 	SysRoot string
 	// ProcRoot is the host's procfs, where the driver lists its GPUs at
 	// driver/nvidia/gpus. Empty is "/proc".
 	ProcRoot string
-	// Hook is the host's path of NVIDIA's nvidia-cdi-hook program, which
-	// containers need at their start (InstallHook). Parts fails without it.
+	// Hook is the host's path of NVIDIA's program nvidia-cdi-hook, which containers need at their
+	// start (InstallHook). Parts fails if it is empty.
 	Hook string
-	// Rearm is how often Events tries again to watch GPUs that it could not
-	// watch, and initialises a driver anew that has lost one. Zero is a minute.
+	// Rearm is how often Events tries again to watch GPUs that it could not watch, and how often
+	// it initialises a driver anew that has lost a GPU. Zero is a minute.
 	Rearm time.Duration
-	// Look is how often Events looks whether the kernel's list of GPUs has
-	// changed (some 20 µs each). Device nodes that come and go are noticed at
-	// once, where the kernel tells. Zero is 15 s.
+	// Look is how often Events reads the kernel's list of GPUs for changes (some 20 µs each
+	// time). If the kernel reports changes of device nodes, Events learns of those at once. Zero
+	// is 15 s.
 	Look time.Duration
-	// EventWait is how long one wait for events takes inside the driver when
-	// nothing happens, and so how long Events and Close may need to end, and how
-	// long a GPU that was added waits to be taken up, and a Reset to begin; after
-	// one, and after SetMIGMode, waits are short for a minute. Each wait costs about
-	// 0.2 ms of processor time, most of it the Go runtime's for a thread that comes
-	// back: the greater part of what an idle agent costs. Zero is 5 s.
+	// EventWait is how long one wait for events inside the driver takes if nothing happens. Zero
+	// is 5 s. Events and Close may need as long to end, Reset to begin, and a GPU that was added
+	// to be taken up. For a minute after SetMIGMode or Reset, waits are short.
+	//
+	// Each wait costs about 0.2 ms of processor time. Most of that is the Go runtime's, for a
+	// thread that comes back from a call. It is the greater part of what an idle agent costs.
 	EventWait time.Duration
-	// Logger takes what NVIDIA's libraries have to say (level debug) and GPUs
-	// that cannot be watched. Nil is silence.
+	// Logger gets the messages of NVIDIA's libraries (level debug), and warnings of GPUs that
+	// cannot be watched. Nil logs nothing.
 	Logger *slog.Logger
 }
 
-// Seen returns where this process sees a file of the driver that the host has at a
-// path.
+// Seen returns the path at which this process sees a file of the driver. host is the host's path
+// of it.
 func (o Options) Seen(host string) string {
 	return rebase(host, o.HostDriverRoot, o.DriverRoot)
 }
 
-// withDefaults fills in what is empty.
+// withDefaults fills in empty fields and cleans the paths. It fails if a path is not absolute.
 func (o Options) withDefaults() (Options, error) {
 	o.DriverRoot = cmp.Or(o.DriverRoot, "/")
 	o.HostDriverRoot = cmp.Or(o.HostDriverRoot, o.DriverRoot)
@@ -109,7 +108,7 @@ func (o Options) withDefaults() (Options, error) {
 		}
 		*path = filepath.Clean(*path)
 	}
-	// NVIDIA's generator resolves links and then compares prefixes.
+	// NVIDIA's generator resolves links before it compares prefixes.
 	for _, path := range []*string{&o.DriverRoot, &o.DevRoot} {
 		if real, err := filepath.EvalSymlinks(*path); err == nil {
 			*path = real
@@ -118,99 +117,104 @@ func (o Options) withDefaults() (Options, error) {
 	return o, nil
 }
 
-// session is the driver's library as this process has it open. Every room of a
-// Driver makes its calls through it.
+// session is the driver's library as this process has it open. All components of a Driver make
+// their calls through it.
 type session struct {
 	opts    Options
-	library string  // the file in use
-	loaded  content // what was in it
+	library string  // the file that is loaded
+	loaded  content // its content when it was loaded
 	lib     nvml.Interface
 	log     *slog.Logger
-	ration  *brief.Ration // the log for what a program on a GPU can cause without end
-	gates   *gates
+	ration  *brief.Ration // limits the log lines that a program on a GPU can cause without end
+	locks   *locks
 
-	// stale: a GPU is lost, and only a new initialisation can bring it back.
+	// stale is true while a GPU is lost, or is in the machine but not in the driver's list. Only
+	// a new initialisation can bring it back.
 	stale atomic.Bool
-	// renewals counts how often the driver was initialised anew.
+	// renewals is how often the driver was initialised anew.
 	renewals atomic.Uint64
 
 	stopped context.Context // ends at Close
 	stop    context.CancelFunc
 }
 
-// inFlight says what keeps the library from being initialised anew, or let go of.
-func (g *gates) inFlight() string {
-	g.mu.Lock()
-	defer g.mu.Unlock()
+// inFlight describes the calls that keep the library from being shut down or initialised anew.
+func (l *locks) inFlight() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	var calls []string
-	for _, own := range g.cards {
+	for _, own := range l.gpus {
 		if call := own.UnderWay(); call != "" {
 			calls = append(calls, call)
 		}
 	}
 	if len(calls) == 0 {
-		return "the look at which GPUs are lost, or a program of the driver's, has not returned"
+		return "the check for lost GPUs, or a run of nvidia-smi, has not returned"
 	}
 	slices.Sort(calls)
 	return strings.Join(calls, "; ")
 }
 
-// process is what a process has of the driver. The dynamic linker binds each
-// of the driver's symbols once, to the first library opened, and keeps that
-// library in memory; go-nvml keeps which versions it found in variables of its
-// own.
+// process is the driver's library as this process has it, for one Driver after the other. The
+// dynamic linker binds each symbol of the driver once, to the first library opened, and never
+// unloads that library. go-nvml also keeps the versions of functions that it found in global
+// variables.
 var process struct {
 	sync.Mutex
 	// Guarded by the mutex:
 	library string  // the library that symbols are bound to
-	loaded  content // what was in it
-	*gates          // of all Drivers, one after the other
-	driver  *Driver // that is open, or was last
+	loaded  content // its content when it was loaded
+	*locks          // the same for all Drivers
+	driver  *Driver // the one that is open, or was last
 	open    bool
 }
 
-// gates are where a process's calls of the driver's library run. What hangs
-// there since an earlier Driver is in the way of the next one too.
-type gates struct {
-	door  *door.Door // for all that has no other place
-	waits *door.Door // of event sets
-	// outside is held by those who call the library through neither of these doors.
-	// Initialising the library and shutting it down take it alone.
-	outside *door.Share
-	// sets is held while events are waited for. Work that cannot run meanwhile takes
-	// it alone. It is taken after outside, and before the doors.
-	sets *door.Share
+// locks are the locks for this process's calls of the driver's library. A call that hangs since
+// an earlier Driver still holds its lock, so it blocks the next Driver too.
+//
+// Lock order: the lock of a GPU, handles, waiting, eventSets, calls.
+type locks struct {
+	calls     *ctxlock.Mutex // for calls that need no other lock
+	eventSets *ctxlock.Mutex // for calls on event sets
+	// handles is held together by those who use the library's handles without the locks above.
+	// Initialising the library and shutting it down make the handles invalid, and take it alone.
+	handles *ctxlock.RWMutex
+	// waiting is held together while Events waits for events. Work that cannot run meanwhile takes
+	// it alone.
+	waiting *ctxlock.RWMutex
 
 	mu sync.Mutex
 	// Guarded by mu:
-	cards map[gpu.UUID]*door.Door // for work on the MIG side of each GPU
+	gpus map[gpu.UUID]*ctxlock.Mutex // by GPU, for work on its MIG side
 }
 
-func newGates() *gates {
-	return &gates{
-		door: door.New(), waits: door.New(), outside: door.NewShare(), sets: door.NewShare(),
-		cards: map[gpu.UUID]*door.Door{},
+func newLocks() *locks {
+	return &locks{
+		calls: ctxlock.NewMutex(), eventSets: ctxlock.NewMutex(),
+		handles: ctxlock.NewRWMutex(), waiting: ctxlock.NewRWMutex(),
+		gpus: map[gpu.UUID]*ctxlock.Mutex{},
 	}
 }
 
-// card is the door for work on one GPU's MIG side.
-func (g *gates) card(u gpu.UUID) *door.Door {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	own, ok := g.cards[u]
+// ofGPU returns the lock for work on one GPU's MIG side.
+func (l *locks) ofGPU(u gpu.UUID) *ctxlock.Mutex {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	own, ok := l.gpus[u]
 	if !ok {
-		own = door.NewPatient()
-		g.cards[u] = own
+		own = ctxlock.NewPatientMutex()
+		l.gpus[u] = own
 	}
 	return own
 }
 
 // Open loads the driver's library and initialises it. The error wraps
-// gpu.ErrNoDriver where there is no library or no driver behind it,
-// gpu.ErrNotSupported where it is older than R470, gpu.ErrTimeout where it does
-// not answer before ctx ends, gpu.ErrReloaded where this process has had another
-// library open, and gpu.ErrInvalid where the options are wrong or a Driver is
-// open already.
+//
+//   - gpu.ErrNoDriver if there is no library, or no driver is loaded,
+//   - gpu.ErrNotSupported if the library is older than R470,
+//   - gpu.ErrTimeout if the driver does not answer before ctx ends,
+//   - gpu.ErrReloaded if this process has had another library open,
+//   - gpu.ErrInvalid if the options are wrong, or a Driver is open already.
 func Open(ctx context.Context, opts Options) (*Driver, error) {
 	opts, err := opts.withDefaults()
 	if err != nil {
@@ -229,11 +233,11 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 		return nil, fmt.Errorf("open NVIDIA driver: this process has it open already; close that first: %w",
 			gpu.ErrInvalid)
 	}
-	if process.gates == nil {
-		process.gates = newGates()
+	if process.locks == nil {
+		process.locks = newLocks()
 	}
-	s.gates = process.gates
-	named := !filepath.IsAbs(s.library) // where it is shows when it is loaded
+	s.locks = process.locks
+	named := !filepath.IsAbs(s.library) // the path is known only once the library is loaded
 	if !named {
 		if err := s.identifyLocked(); err != nil {
 			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
@@ -241,7 +245,7 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	}
 	library := s.library
 	load := func() (string, error) { return check(library) }
-	if s.library, err = door.Through(ctx, s.gates.door, "load "+library, load, nil); err != nil {
+	if s.library, err = ctxlock.Do(ctx, s.locks.calls, "load "+library, load, nil); err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
 	if named {
@@ -249,10 +253,10 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 			return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 		}
 	}
-	process.library, process.loaded = s.library, s.loaded // the next call binds its symbols
+	process.library, process.loaded = s.library, s.loaded // the next call binds the symbols of this library
 	seen := (&presence{s}).hardware()
 	letGo := func(lib nvml.Interface) { lib.Shutdown() }
-	s.lib, err = door.Through(ctx, s.gates.door, "initialise "+s.library, s.initialise, letGo)
+	s.lib, err = ctxlock.Do(ctx, s.locks.calls, "initialise "+s.library, s.initialise, letGo)
 	if err != nil {
 		return nil, fmt.Errorf("open NVIDIA driver: %w", err)
 	}
@@ -261,11 +265,11 @@ func Open(ctx context.Context, opts Options) (*Driver, error) {
 	return d, nil
 }
 
-// identifyLocked reads which library d.library is, and refuses one that this
-// process is not bound to. It needs process's mutex held.
+// identifyLocked identifies the content of s.library. The error wraps gpu.ErrReloaded if this
+// process is bound to a library with another content. process must be locked.
 func (s *session) identifyLocked() error {
 	if !filepath.IsAbs(s.library) {
-		s.log.Warn("cannot tell where the driver's library is; that it is replaced would go unnoticed",
+		s.log.Warn("cannot find the path of the driver's library; its replacement would go unnoticed",
 			"library", s.library)
 	} else if same, err := process.loaded.is(s.library); err == nil && same {
 		s.loaded = process.loaded
@@ -273,14 +277,14 @@ func (s *session) identifyLocked() error {
 		return fmt.Errorf("read the driver's library: %w: %w", gpu.ErrNoDriver, err)
 	}
 	if process.library != "" && process.loaded.sum != s.loaded.sum {
-		return fmt.Errorf("%s is not what this process had open as %s; start another process: %w",
+		return fmt.Errorf("%s differs from %s, which this process has loaded; start a new process: %w",
 			s.library, process.library, gpu.ErrReloaded)
 	}
 	return nil
 }
 
-// check looks whether a library can be loaded and is new enough. It returns
-// where the dynamic linker found one that was given by name.
+// check fails if a library cannot be loaded or is older than R470. It returns the library's path:
+// for a name without a slash, the one that the dynamic linker found.
 func check(library string) (string, error) {
 	probe := dl.New(library, dl.RTLD_LAZY)
 	if err := probe.Open(); err != nil {
@@ -304,22 +308,23 @@ func (s *session) initialise() (nvml.Interface, error) {
 	return lib, nvmlInit.failed("initialise the driver", lib.Init())
 }
 
-// alone runs f inside both doors. The caller holds what release gives back. release is
-// called after f, which may end after the caller has left, or when f will not run.
-func (s *session) alone(ctx context.Context, what string, release func(), f func() error) error {
-	var began atomic.Int32 // 1: f has, 2: it never will
-	// Nobody leaves the first door behind a call of his own: what is done inside it ends with
-	// ctx, so it is never taken for hung.
-	err := s.gates.waits.Enter(ctx, what)
+// exclusive runs f with both eventSets and calls held. It calls release exactly once: after f,
+// which may end after the caller has left, or when it is certain that f will not run. The caller
+// takes the locks that release gives back before it calls exclusive.
+func (s *session) exclusive(ctx context.Context, what string, release func(), f func() error) error {
+	var began atomic.Int32 // 1: f has begun; 2: f will never run
+	// This is Lock and not Do: everything until Unlock ends with ctx. So eventSets never counts as
+	// hung here.
+	err := s.locks.eventSets.Lock(ctx, what)
 	if err == nil {
-		_, err = door.Through(ctx, s.gates.door, what, func() (none struct{}, _ error) {
+		_, err = ctxlock.Do(ctx, s.locks.calls, what, func() (none struct{}, _ error) {
 			if !began.CompareAndSwap(0, 1) {
 				return none, fmt.Errorf("%s: %w", what, gpu.ErrTimeout)
 			}
 			defer release()
 			return none, f()
 		}, nil)
-		s.gates.waits.Leave()
+		s.locks.eventSets.Unlock()
 	}
 	if began.CompareAndSwap(0, 2) {
 		release()
@@ -327,9 +332,8 @@ func (s *session) alone(ctx context.Context, what string, release func(), f func
 	return err
 }
 
-// shutdown lets go of the driver as often as this process has initialised it,
-// by the driver's own count: an initialisation may have followed a shutdown that
-// failed.
+// shutdown shuts the driver down until the driver answers that it is not initialised. Once may
+// not be enough, since an initialisation may have followed a shutdown that failed.
 func (s *session) shutdown(what string) error {
 	for range mostShutdowns {
 		ret := s.lib.Shutdown()
@@ -340,10 +344,10 @@ func (s *session) shutdown(what string) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%s: %w: it is still open after %d times", what, gpu.ErrDriver, mostShutdowns)
+	return fmt.Errorf("%s: %w: it is still initialised after %d shutdowns", what, gpu.ErrDriver, mostShutdowns)
 }
 
-// initialised takes up the driver after it was let go of.
+// initialised initialises the driver again after a shutdown.
 func (s *session) initialised() error {
 	if err := nvmlInit.failed("initialise the driver", s.lib.Init()); err != nil {
 		return err
@@ -353,17 +357,17 @@ func (s *session) initialised() error {
 	return nil
 }
 
-// errClosed is what a closed Driver answers.
+// errClosed is the error of a Driver that was closed.
 var errClosed = fmt.Errorf("the driver has been closed: %w", gpu.ErrNoDriver)
 
-// call runs f inside the general door.
+// call runs f with locks.calls held.
 func call[T any](ctx context.Context, s *session, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.gates.door, what, open(s, what, f), nil)
+	value, err := ctxlock.Do(ctx, s.locks.calls, what, open(s, what, f), nil)
 	return value, s.explained(err)
 }
 
-// open is f as long as the session has not been closed. Its errors say what was to
-// be done.
+// open returns f, which fails with errClosed once the session is closed. what is the prefix of
+// its errors.
 func open[T any](s *session, what string, f func() (T, error)) func() (T, error) {
 	return func() (value T, err error) {
 		if err = errClosed; s.stopped.Err() == nil {
@@ -373,12 +377,12 @@ func open[T any](s *session, what string, f func() (T, error)) func() (T, error)
 	}
 }
 
-// ask is call of what concerns one GPU.
+// ask is call for a function that needs the handle of one GPU.
 func ask[T any](ctx context.Context, s *session, what string, u gpu.UUID, f func(nvml.Device) (T, error)) (T, error) {
 	return call(ctx, s, what+" "+string(u), onGPU(s, u, f))
 }
 
-// onGPU is f with the handle of a GPU.
+// onGPU finds the handle of a GPU and passes it to f.
 func onGPU[T any](s *session, u gpu.UUID, f func(nvml.Device) (T, error)) func() (T, error) {
 	return func() (value T, err error) {
 		h, err := s.handle(u)
@@ -389,20 +393,20 @@ func onGPU[T any](s *session, u gpu.UUID, f func(nvml.Device) (T, error)) func()
 	}
 }
 
-// has reports whether the library exports a function. It must be asked before
-// any call that R470 lacks: go-nvml ends the process at a missing one.
+// has reports whether the library exports a function. Ask it before any call that R470 may lack:
+// go-nvml ends the process if a symbol is missing.
 func (s *session) has(f *function) bool {
 	return s.lib.Extensions().LookupSymbol(f.symbol) == nil
 }
 
-// handle finds a GPU. A name that the driver calls malformed is one it does
-// not know.
+// handle finds a GPU by its UUID. For a UUID that the driver calls malformed, the error wraps
+// gpu.ErrNotFound too.
 func (s *session) handle(u gpu.UUID) (nvml.Device, error) {
 	h, ret := s.lib.DeviceGetHandleByUUID(string(u))
 	return h, nvmlDeviceGetHandleByUUID.failed("find "+string(u), sought(ret))
 }
 
-// byIndex finds the GPU at an index. With an error the UUID is empty.
+// byIndex finds the GPU at an index. If it fails, the UUID is empty.
 func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
 	h, ret := s.lib.DeviceGetHandleByIndex(index)
 	if err := nvmlDeviceGetHandleByIndex.failed(fmt.Sprintf("find GPU %d", index), ret); err != nil {
@@ -412,7 +416,7 @@ func (s *session) byIndex(index int) (nvml.Device, gpu.UUID, error) {
 	return h, gpu.UUID(uuid), nvmlDeviceGetUUID.failed(fmt.Sprintf("read the UUID of GPU %d", index), ret)
 }
 
-// readings reads what changes all the time: memory, processes, health.
+// readings reads what changes all the time: memory, processes, utilization, health.
 type readings struct{ *session }
 
 func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]gpu.Memory, error) {
@@ -420,7 +424,7 @@ func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]g
 		of, errs := map[gpu.UUID]gpu.Memory{}, []error(nil)
 		for _, u := range gpus {
 			if ctx.Err() != nil {
-				break // the caller has left, and others want to come in
+				break // the caller has left, and others wait for the lock
 			}
 			h, err := r.handle(u)
 			if err == nil {
@@ -438,8 +442,8 @@ func (r *readings) Memory(ctx context.Context, gpus ...gpu.UUID) (map[gpu.UUID]g
 
 const mebibyte = 1 << 20
 
-// memory reads the memory of a GPU. told is false where the driver has no figures: the GPU has
-// no memory of its own.
+// memory reads the memory of a GPU. told is false if the driver has no figures, because the GPU
+// has no memory of its own.
 func (r *readings) memory(h nvml.Device) (m gpu.Memory, told bool, err error) {
 	const what = "read the memory"
 	if r.has(nvmlDeviceGetMemoryInfoV2) {
@@ -504,11 +508,11 @@ func (r *readings) processes(h nvml.Device) ([]gpu.Process, error) {
 	return all, nil
 }
 
-// notAvailable is NVML_VALUE_NOT_AVAILABLE as the unsigned 64-bit number that
-// process lists carry it in.
+// notAvailable is NVML_VALUE_NOT_AVAILABLE as the unsigned 64-bit number that process lists
+// contain.
 const notAvailable = ^uint64(0)
 
-// instance is the number of a GPU or compute instance, -1 if the driver names none.
+// instance returns the number of a GPU or compute instance, or -1 if the driver names none.
 func instance(id uint32) int {
 	if id == ^uint32(0) {
 		return -1
@@ -516,8 +520,8 @@ func instance(id uint32) int {
 	return int(id)
 }
 
-// logger lets NVIDIA's libraries log. They warn of every optional file that a
-// node does not have, so all but errors are for debugging.
+// logger passes on what NVIDIA's libraries log. They warn of each optional file that a node
+// lacks, so only errors keep their level; all else is debug.
 type logger struct{ *slog.Logger }
 
 func (l logger) Errorf(f string, a ...any)   { l.Error(fmt.Sprintf(f, a...)) }

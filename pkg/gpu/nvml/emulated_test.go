@@ -436,7 +436,7 @@ func TestLossOfNobody(t *testing.T) {
 	l.until(t, "a loss without a name", lost(""))
 }
 
-// A call that hangs inside the door delays no report.
+// A call that hangs inside the lock delays no report.
 func TestEventsPassAHungCall(t *testing.T) {
 	n := emulate(t, emulator.Spec{Model: "H100-80GB", Count: 4})
 	d := open(t, n)

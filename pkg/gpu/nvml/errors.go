@@ -10,7 +10,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// in adds to an error what was being done. It is nil for nil.
+// in adds to an error the step that failed. It returns nil for nil.
 func in(step string, err error) error {
 	if err == nil {
 		return nil
@@ -18,7 +18,7 @@ func in(step string, err error) error {
 	return fmt.Errorf("%s: %w", step, err)
 }
 
-// meaning is the sentinel for a code of the driver.
+// meaning returns the error of package gpu for a return code of the driver.
 func meaning(ret nvml.Return) error {
 	switch ret {
 	case nvml.ERROR_UNINITIALIZED, nvml.ERROR_DRIVER_NOT_LOADED, nvml.ERROR_LIBRARY_NOT_FOUND,

@@ -16,63 +16,61 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
-	// eventGrace is how long Events waits for a wait that outlasts its own
-	// time before it calls that a hang.
+	// eventGrace is how long a wait for events may outlast its own time before it counts as hung.
 	eventGrace = 5 * time.Second
 	// registerWait bounds the registration of all GPUs.
 	registerWait = 30 * time.Second
-	// retryMost spaces attempts while the driver fails, or Options.Rearm does
-	// where that is less.
+	// retryMost is the pause between attempts while the driver fails, unless Options.Rearm is
+	// less.
 	retryMost = 5 * time.Second
-	// lookWait bounds the look at which GPUs are lost, once the driver has said
-	// that some are.
+	// lookWait bounds how long Events asks which GPUs are lost, after the driver has reported a
+	// loss.
 	lookWait = time.Second
-	// renewWait bounds how long a new initialisation waits for a call that is
-	// inside the door. Nothing is heard meanwhile.
+	// renewWait bounds how long a new initialisation waits for another call to end. No events are
+	// heard meanwhile.
 	renewWait = time.Second
-	// hurriedWait is the longest wait for events for hurryFor after somebody had to
-	// wait for one.
+	// hurriedWait is the longest wait for events for hurryFor after a change of mode or a reset
+	// had to wait for one.
 	hurriedWait = 250 * time.Millisecond
 	hurryFor    = time.Minute
-	// nameWait bounds the question which GPU an event is about, where the driver
-	// names it by a handle that was not registered.
+	// nameWait bounds the call for the UUID of a GPU with an event, if the driver names the GPU
+	// by a handle that was not registered.
 	nameWait = 100 * time.Millisecond
 )
 
-// bell lets those who change a GPU's mode ring, and Events hear it.
-type bell struct {
-	// again has Events register the GPUs again.
+// requests carries requests to Events from the methods that change a GPU's mode.
+type requests struct {
+	// again makes Events register the GPUs again.
 	again chan struct{}
-	// hurried is until when waits for events are short, in nanoseconds since 1970.
+	// hurried is when waits for events may be long again, in nanoseconds since 1970; 0 if no wait
+	// had to be short.
 	hurried atomic.Int64
 }
 
-// events is the room of Events.
+// events runs Events.
 type events struct {
 	*session
 	*presence
-	*bell
-	// look holds a token while no GPU is being asked, outside the door, whether it
-	// is lost.
+	*requests
+	// look holds one token, except while findLost asks the GPUs.
 	look chan struct{}
-	// said is what was logged of GPUs, by index, that cannot report events. Used
-	// inside the door of event sets only, as is at: the UUIDs of GPUs, by index, at
-	// their last registration.
+	// said is the last warning about each GPU that cannot report events, by index. at is the
+	// UUIDs of the GPUs at their last registration, by index. Both are used only while
+	// locks.eventSets is held.
 	said map[int]string
 	at   map[int]gpu.UUID
 
 	watching sync.Mutex // held by Events and rest
-	// seen is the hardware as it was when the driver was last initialised. Guarded by
-	// watching.
+	// seen is the hardware as it was when the driver was last initialised. Guarded by watching.
 	seen string
 }
 
-func newEvents(s *session, p *presence, b *bell, seen string) *events {
-	e := &events{session: s, presence: p, bell: b, look: make(chan struct{}, 1), said: map[int]string{}, seen: seen}
+func newEvents(s *session, p *presence, b *requests, seen string) *events {
+	e := &events{session: s, presence: p, requests: b, look: make(chan struct{}, 1), said: map[int]string{}, seen: seen}
 	e.look <- struct{}{}
 	return e
 }
@@ -90,7 +88,7 @@ func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
 	changes := e.follow(ctx, e.seen)
 	defer func() {
 		cancel()
-		for range changes { // until it has ended
+		for range changes { // until follow has ended
 		}
 	}()
 	defer context.AfterFunc(e.stopped, cancel)()
@@ -113,8 +111,8 @@ func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
 		if renewed {
 			e.seen = now
 		}
-		// Another call may stand in the way of a new initialisation: the GPUs that
-		// were known are watched meanwhile.
+		// If another call keeps the driver from being initialised anew, the GPUs that were known
+		// are watched meanwhile.
 		w.putOff = w.anew && !renewed && err == nil
 		if w.changed && !w.putOff || err == nil && w.started && grown(before, w.gpus) {
 			w.tell(now)
@@ -123,7 +121,7 @@ func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
 			return fmt.Errorf("watch the GPUs for errors: %w", err)
 		}
 		if err != nil {
-			// What was watched before does not count: it is news when it answers.
+			// The GPUs that were watched before count as new when they answer again.
 			w.anew, w.armed, w.started = true, armed{}, true
 			e.log.Warn("cannot watch the GPUs for errors; trying again", "err", e.explained(err), "after", retryAfter)
 			w.pause(ctx, retryAfter)
@@ -139,18 +137,17 @@ func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
 		if errors.Is(why.failure, gpu.ErrNotSupported) {
 			return fmt.Errorf("watch the GPUs for errors: %w", why.failure)
 		}
-		// A driver that fails for another reason than a lost GPU may have been
-		// loaded again under us.
+		// If the driver fails for another reason than a lost GPU, its kernel module may have been
+		// loaded again.
 		otherwise := why.failure != nil && !errors.Is(why.failure, gpu.ErrLost)
 		w.anew = otherwise || w.changed || why.due && (w.putOff || e.stale.Load())
 		if why.due || why.asked || w.anew {
-			w.lost = nil // try all of them
+			w.lost = nil // try all GPUs again
 		}
 		if why.failure != nil && ctx.Err() == nil {
 			e.log.Warn("the driver failed while watching the GPUs", "err", e.explained(why.failure), "lost", why.lost)
-			// The first time, and as long as it can be said which GPU it is, the
-			// others are watched again at once: one loss must not hide what happens
-			// to them.
+			// After the first failure, and as long as the lost GPUs are known, the others are
+			// watched again at once: one loss must not hide what happens to them.
 			if len(why.lost) == 0 && time.Since(lastFailure) < retryAfter {
 				w.pause(ctx, retryAfter)
 			}
@@ -160,7 +157,7 @@ func (e *events) Events(ctx context.Context, report func(gpu.Event)) error {
 	return nil
 }
 
-// grown says whether GPUs are watched that were not before.
+// grown reports whether now has a GPU that before lacks.
 func grown(before, now map[nvml.Device]gpu.UUID) bool {
 	had := slices.Collect(maps.Values(before))
 	for _, u := range now {
@@ -171,40 +168,40 @@ func grown(before, now map[nvml.Device]gpu.UUID) bool {
 	return false
 }
 
-// armed is a set of GPUs that the driver reports events of.
+// armed is a set of GPUs whose events the driver reports.
 type armed struct {
 	set     nvml.EventSet
 	gpus    map[nvml.Device]gpu.UUID
-	order   []nvml.Device // of gpus, by index
-	missing bool          // some GPU that may report events later is not in it
-	absent  []loss        // of those, the ones that the driver says it lost, by index
+	order   []nvml.Device // the keys of gpus, by index
+	missing bool          // a GPU that may report events later is not in the set
+	absent  []loss        // the missing GPUs that the driver calls lost, by index
 }
 
-// loss is a GPU that the driver says is lost: by its UUID, or by its index if the UUID
+// loss is a GPU that the driver calls lost. It is known by its UUID, or by its index if the UUID
 // is not known.
 type loss struct {
 	gpu   gpu.UUID
 	index int
 }
 
-// watch is what Events knows from one registration of the GPUs to the next.
+// watch is what Events keeps from one registration of the GPUs to the next.
 type watch struct {
 	events *events
 	armed
 	report  func(gpu.Event)
-	changes <-chan string // what the hardware has become
+	changes <-chan string // the hardware, each time that it has changed
 	told    string        // the hardware at the last gpu.EventChanged
 
-	started bool              // the GPUs have been registered before, or could not be
-	anew    bool              // the driver is to be initialised anew before the next registration
-	putOff  bool              // that could not be done
-	changed bool              // the hardware is another since told
+	started bool              // the GPUs have been registered before, or that has failed
+	anew    bool              // initialise the driver anew before the next registration
+	putOff  bool              // that was not possible
+	changed bool              // the hardware has changed since told
 	lost    map[gpu.UUID]bool // left out of the next registration
 	gone    map[loss]bool     // reported as lost, and not registered since
 }
 
-// tellLost reports the GPUs that were found lost when they were to be
-// registered, each once: what happened while nothing was heard of them.
+// tellLost reports each GPU that was found lost at registration, once. They were lost while no
+// events were heard.
 func (w *watch) tellLost() {
 	gone := map[loss]bool{}
 	for _, l := range w.absent {
@@ -215,13 +212,13 @@ func (w *watch) tellLost() {
 	w.gone = gone
 }
 
-// tell reports that the hardware changed, and is now so.
+// tell reports that the hardware has changed to now.
 func (w *watch) tell(now string) {
 	w.changed, w.told = false, now
 	w.report(gpu.Event{Kind: gpu.EventChanged, GI: -1, CI: -1})
 }
 
-// pause waits, but not when the hardware changes.
+// pause waits for d, or until the hardware changes.
 func (w *watch) pause(ctx context.Context, d time.Duration) {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -233,10 +230,9 @@ func (w *watch) pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// arm registers all GPUs but those known to be lost, in the room of those who
-// wait: another call that hangs does not keep it out. Only a new initialisation
-// must wait for that call, and is left out if that takes long. Whoever has the
-// library alone is waited for.
+// arm registers all GPUs except those known to be lost. It holds eventSets, not calls, so a call
+// that hangs does not delay it. Only a new initialisation must wait for such a call; arm goes on
+// without it if that takes too long. If SetMIGMode or Reset holds waiting alone, arm waits.
 func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, registerWait)
 	defer cancel()
@@ -248,27 +244,27 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 		}
 	}
 	for {
-		// The place is taken inside the door: there it is known whether what
-		// follows happens, also when this caller has left.
-		if err := e.gates.sets.Join(ctx); err != nil {
+		// Take waiting inside Do, while eventSets is held. Only there it is certain that the
+		// registration happens, even if this caller has left.
+		if err := e.locks.waiting.RLock(ctx); err != nil {
 			return renewed, fmt.Errorf("%s: %w", what, err)
 		}
-		e.gates.sets.Part()
+		e.locks.waiting.RUnlock()
 		var a armed
-		a, err = door.Through(ctx, e.gates.waits, what, open(e.session, what, func() (armed, error) {
-			if !e.gates.sets.TryJoin() {
-				return armed{}, errNotAlone
+		a, err = ctxlock.Do(ctx, e.locks.eventSets, what, open(e.session, what, func() (armed, error) {
+			if !e.locks.waiting.TryRLock() {
+				return armed{}, errExclusive
 			}
 			a, err := e.register(lost)
 			if err != nil {
-				e.gates.sets.Part()
+				e.locks.waiting.RUnlock()
 			}
 			return a, err
 		}), func(a armed) {
 			a.set.Free()
-			e.gates.sets.Part()
+			e.locks.waiting.RUnlock()
 		})
-		if errors.Is(err, errNotAlone) {
+		if errors.Is(err, errExclusive) {
 			continue
 		}
 		if err == nil {
@@ -278,10 +274,11 @@ func (w *watch) arm(ctx context.Context) (renewed bool, err error) {
 	}
 }
 
-// errNotAlone says that somebody else has the library alone.
-var errNotAlone = errors.New("somebody has the library alone")
+// errExclusive makes arm try again: SetMIGMode or Reset holds waiting alone.
+var errExclusive = errors.New("the wait for events is not allowed now")
 
-// tryRenew initialises the driver anew if it can enter the door soon.
+// tryRenew initialises the driver anew, unless other calls hold the locks for longer than
+// renewWait. renewed is false if it did not.
 func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -292,13 +289,13 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 		}
 	}).Stop()
 	const what = "initialise the driver anew"
-	const asBefore = "cannot initialise the driver anew; watching the GPUs as they were known"
-	if !e.gates.outside.TrySeize() { // there are handles that would end
-		e.log.Warn(asBefore, "why", e.gates.inFlight())
+	const asBefore = "cannot initialise the driver anew; watching only the GPUs known so far"
+	if !e.locks.handles.TryLock() { // handles are in use that a shutdown would make invalid
+		e.log.Warn(asBefore, "why", e.locks.inFlight())
 		return false, nil
 	}
 	var held error
-	err = e.alone(ctx, what, e.gates.outside.Yield, func() (err error) {
+	err = e.exclusive(ctx, what, e.locks.handles.Unlock, func() (err error) {
 		inside.Store(true)
 		if e.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
@@ -310,7 +307,7 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 		e.log.Warn(asBefore, "err", err)
 		return false, nil
 	}
-	if err != nil { // what is inside may go on, and held is its own
+	if err != nil { // the function may still run, and held is its own
 		return false, err
 	}
 	if held != nil {
@@ -319,14 +316,13 @@ func (e *events) tryRenew(ctx context.Context) (renewed bool, err error) {
 	return held == nil, nil
 }
 
-// renew initialises the driver anew. It never says by itself that a GPU came
-// back, or that there is another one. Nothing may be registered. held is why the
-// driver could not be let go of before: then it is initialised once more, which
-// finds nothing new.
+// renew initialises the driver anew. The driver never reports by itself that a GPU has come back
+// or was added. No GPU may be registered. held is why the shutdown failed, or nil. If it failed,
+// the driver is initialised once more, which finds nothing new.
 func (e *events) renew() (held, err error) {
 	held = e.shutdown("shut the driver down")
 	if errors.Is(held, gpu.ErrNoDriver) {
-		held = nil // what is gone has let go of itself
+		held = nil // without a driver there is nothing to shut down
 	}
 	return held, e.initialised()
 }
@@ -339,7 +335,7 @@ func (e *events) register(lost map[gpu.UUID]bool) (armed, error) {
 		return a, err
 	}
 	if a.set, ret = e.lib.EventSetCreate(); ret != nvml.SUCCESS {
-		return a, nvmlEventSetCreate.failed("make an event set", ret)
+		return a, nvmlEventSetCreate.failed("create an event set", ret)
 	}
 	for i := range count {
 		h, u, err := e.registerOne(a.set, i, lost)
@@ -364,7 +360,7 @@ func (e *events) register(lost map[gpu.UUID]bool) (armed, error) {
 		}
 	}
 	for n, l := range a.absent {
-		// The one that was there before, unless it has moved.
+		// The GPU that had this index before, unless it has another index now.
 		if was := e.at[l.index]; l.gpu == "" && !slices.Contains(slices.Collect(maps.Values(at)), was) {
 			l.gpu, at[l.index] = was, was
 		}
@@ -400,29 +396,29 @@ func (e *events) registerOne(
 
 // disarm frees the set. No wait on it is under way.
 func (e *events) disarm(a armed) {
-	defer e.gates.sets.Part()
+	defer e.locks.waiting.RUnlock()
 	ctx, cancel := context.WithTimeout(context.Background(), eventGrace)
 	defer cancel()
-	// Not open: Close has begun, perhaps, and waits for this.
-	if _, err := door.Through(ctx, e.gates.waits, "free an event set", func() (struct{}, error) {
+	// It does not check for Close: Close may have begun, and waits for this.
+	if _, err := ctxlock.Do(ctx, e.locks.eventSets, "free an event set", func() (struct{}, error) {
 		_, err := nvmlEventSetFree.told("free an event set", a.set.Free())
 		return struct{}{}, err
 	}, nil); err != nil {
-		e.log.Warn("an event set is left behind", "err", err)
+		e.log.Warn("cannot free an event set", "err", err)
 	}
 }
 
 // ending is why a watch has ended.
 type ending struct {
-	due     bool       // it is time to try GPUs again that are not watched
-	asked   bool       // the GPUs are to be registered again, or not to be for a while
-	failure error      // what the driver said, nil where it did not fail
-	lost    []gpu.UUID // which GPUs are lost, where failure says that some are
+	due     bool       // it is time to try the GPUs again that are not watched
+	asked   bool       // a mode was changed, or a method needs the wait to end
+	failure error      // the driver's failure; nil if it did not fail
+	lost    []gpu.UUID // the lost GPUs, if failure is a loss
 }
 
-// run reports events until ctx ends, the driver fails, the hardware changes or
-// it is time to register the GPUs again. Nothing waits on the set any more when
-// it returns, unless err says that a wait hangs.
+// run reports events until ctx ends, the driver fails, the hardware changes or it is time to
+// register the GPUs again. When it returns, no wait uses the set, unless err reports a wait that
+// hangs.
 func (w *watch) run(ctx context.Context) (why ending, err error) {
 	l := w.listen()
 	defer l.leave()
@@ -431,11 +427,11 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	case w.putOff:
 		period = min(period, retryMost)
 	case !w.missing && !w.events.stale.Load():
-		period = max(period, w.events.opts.Look) // nothing to try: each wake costs
+		period = max(period, w.events.opts.Look) // no GPU to try again: wake less often
 	}
 	rearm := time.NewTicker(period)
 	defer rearm.Stop()
-	sought := w.events.gates.sets.Wanted()
+	sought := w.events.locks.waiting.Wanted()
 	for over := false; !over; {
 		select {
 		case <-ctx.Done():
@@ -450,7 +446,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 		case now, ok := <-w.changes:
 			switch {
 			case !ok || now == w.told:
-			case now == w.events.seen: // initialised since
+			case now == w.events.seen: // the driver was initialised since
 				w.tell(now)
 			default:
 				w.changed, over = true, true
@@ -462,7 +458,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 			}
 			over, why.failure = true, nvmlEventSetWait.failed("wait for events", n.ret)
 			if errors.Is(why.failure, gpu.ErrNotSupported) {
-				break // nothing has happened
+				break // the driver has no events; no GPU has failed
 			}
 			if errors.Is(why.failure, gpu.ErrLost) {
 				why.lost = w.reportLost(ctx)
@@ -475,8 +471,7 @@ func (w *watch) run(ctx context.Context) (why ending, err error) {
 	return why, w.end(ctx, l)
 }
 
-// reportLost reports the GPUs that answer that they are lost, each as soon as it
-// does.
+// reportLost asks the GPUs whether they are lost, and reports each that confirms it, at once.
 func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 	most := time.NewTimer(lookWait)
 	defer most.Stop()
@@ -503,19 +498,19 @@ func (w *watch) reportLost(ctx context.Context) (lost []gpu.UUID) {
 	}
 }
 
-// findLost asks each GPU of a set, in index order, for what the driver has to
-// ask the card. It does so outside the door: a call that hangs there must not
-// keep a loss from being told. It may hang itself, and then finds nothing until
-// that has ended.
+// findLost asks each GPU of a set, in index order, a question that makes the driver ask the card:
+// that takes less than a millisecond for eight GPUs. It does so without the lock calls: a call
+// that hangs there must not delay the report of a loss. findLost's own call may hang too; until
+// that has ended, later calls of findLost find no GPU.
 func (e *events) findLost(a armed) <-chan gpu.UUID {
-	found := make(chan gpu.UUID, len(a.order)) // the receiver may have left
+	found := make(chan gpu.UUID, len(a.order)) // room for all, since the receiver may have left
 	select {
 	case <-e.look:
 	default:
 		close(found)
 		return found
 	}
-	if !e.gates.outside.TryJoin() {
+	if !e.locks.handles.TryRLock() {
 		e.look <- struct{}{}
 		close(found)
 		return found
@@ -523,7 +518,7 @@ func (e *events) findLost(a armed) <-chan gpu.UUID {
 	go func() {
 		defer close(found)
 		defer func() {
-			e.gates.outside.Part()
+			e.locks.handles.RUnlock()
 			e.look <- struct{}{}
 		}()
 		for _, h := range a.order {
@@ -545,14 +540,14 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 		case <-l.done:
 			return nil
 		case n := <-l.heard:
-			// It came into the wait that is about to end.
+			// The event arrived in the last wait.
 			if n.ret == nvml.SUCCESS && ctx.Err() == nil {
 				w.report(w.event(ctx, n.data))
 			}
 		case <-grace.C:
-			go func() { // until then the library cannot be initialised anew
+			go func() { // the library cannot be initialised anew until the wait ends
 				<-l.done
-				w.events.gates.sets.Part()
+				w.events.locks.waiting.RUnlock()
 			}()
 			return fmt.Errorf("end the watch of the GPUs: %w: a wait of %s has not returned",
 				gpu.ErrTimeout, w.events.opts.EventWait)
@@ -560,15 +555,15 @@ func (w *watch) end(ctx context.Context, l *listener) error {
 	}
 }
 
-// listener is the wait for events of a set, in a goroutine of its own.
+// listener is a goroutine that waits for the events of a set.
 type listener struct {
 	heard chan news
-	stop  chan struct{} // closed: begin no other wait
-	left  chan struct{} // closed: nobody receives from heard
+	stop  chan struct{} // closed: begin no further wait
+	left  chan struct{} // closed: the receiver of heard has left
 	done  chan struct{} // closed: no wait is under way
 }
 
-// news is what a wait ended with.
+// news is the result of one wait.
 type news struct {
 	data nvml.EventData
 	ret  nvml.Return
@@ -576,7 +571,7 @@ type news struct {
 
 func (l *listener) leave() { close(l.left) }
 
-// listen waits for events until it is told to stop or the driver fails.
+// listen waits for events until l.stop is closed or the driver fails.
 func (w *watch) listen() *listener {
 	l := &listener{
 		heard: make(chan news),
@@ -586,8 +581,8 @@ func (w *watch) listen() *listener {
 	go func() {
 		defer close(l.done)
 		for {
-			// Xids without a GPU in the set could come only from GPUs that
-			// cannot report them: wait, but not in the driver.
+			// The set is empty, so an Xid could come only from a GPU that cannot report it. Wait
+			// for the stop, outside the driver.
 			if len(a.gpus) == 0 {
 				<-l.stop
 				return
@@ -614,11 +609,11 @@ func (w *watch) listen() *listener {
 	return l
 }
 
-// hurry makes the next waits for events short: one GPU's mode or reset has to wait
-// for them, and others may follow.
-func (b *bell) hurry() { b.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
+// hurry makes the next waits for events short. A change of mode or a reset has to wait for them,
+// and others may follow.
+func (b *requests) hurry() { b.hurried.Store(time.Now().Add(hurryFor).UnixNano()) }
 
-// eventWait is how long the next wait for events may take.
+// eventWait returns how long the next wait for events may take.
 func (e *events) eventWait() time.Duration {
 	if time.Now().UnixNano() < e.hurried.Load() {
 		return min(e.opts.EventWait, hurriedWait)
@@ -626,9 +621,8 @@ func (e *events) eventWait() time.Duration {
 	return e.opts.EventWait
 }
 
-// event puts the driver's report in our words. The handle in it is the one
-// that was registered; where a driver gives another one, it is asked for its
-// UUID, and where that fails too the event names no GPU.
+// event converts the driver's report. Its handle is the one that was registered. If a driver
+// gives another handle, event reads the UUID by it; if that fails too, the event names no GPU.
 func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	e := gpu.Event{
 		Kind: gpu.EventXid, Xid: data.EventData,
@@ -641,12 +635,12 @@ func (w *watch) event(ctx context.Context, data nvml.EventData) gpu.Event {
 	ctx, cancel := context.WithTimeout(ctx, nameWait)
 	defer cancel()
 	const what = "read the UUID of a GPU with an error"
-	u, err := door.Through(ctx, w.events.gates.waits, what, func() (gpu.UUID, error) {
+	u, err := ctxlock.Do(ctx, w.events.locks.eventSets, what, func() (gpu.UUID, error) {
 		uuid, ret := data.Device.GetUUID()
 		return gpu.UUID(uuid), nvmlDeviceGetUUID.failed(what, ret)
 	}, nil)
 	if err != nil {
-		w.events.ration.Log(slog.LevelWarn, "the driver reports an error and does not say of which GPU",
+		w.events.ration.Log(slog.LevelWarn, "the driver reports an error without naming its GPU",
 			nil, "xid", e.Xid, "err", err)
 	}
 	e.GPU = u

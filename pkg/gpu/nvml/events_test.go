@@ -33,10 +33,10 @@ func TestLastWait(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var told []gpu.Event
 				w := &watch{
-					events: newRooms(&session{opts: Options{EventWait: wait}, gates: newGates()}).events,
+					events: newComponents(&session{opts: Options{EventWait: wait}, locks: newLocks()}).events,
 					report: func(e gpu.Event) { told = append(told, e) },
 				}
-				if !w.events.gates.sets.TryJoin() { // as who waits for events
+				if !w.events.locks.waiting.TryRLock() { // as who waits for events
 					t.Fatal("there is no place")
 				}
 				l := &listener{heard: make(chan news), stop: make(chan struct{}), left: make(chan struct{}), done: make(chan struct{})}

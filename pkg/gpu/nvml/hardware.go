@@ -18,32 +18,32 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// settleWait is how long the machine's list of GPUs must stay unchanged before it
-// counts: while a driver loads, it makes one device node after the other.
+// settleWait is how long the list of GPUs must stay unchanged before it counts. A driver makes
+// one device node after the other while it loads.
 const settleWait = 200 * time.Millisecond
 
-// devDir and procDir are where the kernel shows GPUs without its driver's
-// library being asked. Nodes of the first are made and removed by tools and may
-// outlive a GPU; the second is the driver's own.
+// devDir and procDir are the directories where the kernel shows GPUs, without a call of the
+// library. Tools make and remove the nodes of the first, and these may outlive a GPU. The driver
+// itself keeps the second.
 func (o Options) devDir() string  { return filepath.Join(o.DevRoot, "dev") }
 func (o Options) procDir() string { return filepath.Join(o.ProcRoot, "driver/nvidia/gpus") }
 
-// presence tells from the kernel, not from the driver's library, which GPUs are there.
+// presence reads from the kernel, not from the driver's library, which GPUs there are.
 type presence struct{ *session }
 
-// hardware is what GPUs the kernel shows, in a form that can be compared.
+// hardware returns the GPUs that the kernel shows, as a text for comparison.
 func (p *presence) hardware() string {
 	return strings.Join(append(gpuNodes(p.opts.devDir()), names(p.opts.procDir())...), " ")
 }
 
-// names lists a directory; one that cannot be read is empty.
+// names lists a directory, sorted. It is empty if the directory cannot be read.
 func names(dir string) []string {
 	f, err := os.Open(dir)
 	if err != nil {
 		return nil
 	}
 	defer f.Close()
-	list, _ := f.Readdirnames(-1) // what could be read
+	list, _ := f.Readdirnames(-1) // on error, the names so far
 	slices.Sort(list)
 	return list
 }
@@ -52,17 +52,16 @@ func gpuNodes(dir string) []string {
 	return slices.DeleteFunc(names(dir), func(name string) bool { return !isGPUNode(name) })
 }
 
-// isGPUNode says whether a device node's name is nvidia<N>, a GPU's.
+// isGPUNode reports whether a device node's name is a GPU's, nvidia<N>.
 func isGPUNode(name string) bool {
 	minor, ok := strings.CutPrefix(name, "nvidia")
 	return ok && minor != "" && strings.Trim(minor, "0123456789") == ""
 }
 
-// present says whether the kernel still shows a GPU that the driver's library
-// does not list.
+// present reports whether the kernel still shows a GPU that the driver's library does not list.
 func (p *presence) present(dev gpu.Device) bool {
 	if listed := names(p.opts.procDir()); len(listed) > 0 {
-		// The kernel's addresses have domains of four digits, the library's of eight.
+		// The kernel's PCI addresses have domains of four digits, the library's of eight.
 		return slices.ContainsFunc(listed, func(name string) bool {
 			return strings.HasSuffix(dev.PCI, strings.ToLower(name))
 		})
@@ -71,9 +70,8 @@ func (p *presence) present(dev gpu.Device) bool {
 	return err == nil
 }
 
-// follow sends which GPUs the kernel shows, each time that they change; last is what it
-// showed before. The receiver may take its time: only the latest value is kept. The
-// channel is closed after ctx ends.
+// follow sends the hardware each time that it changes; last is what it was before. Only the
+// latest value is kept, so the receiver may be slow. The channel is closed after ctx ends.
 func (p *presence) follow(ctx context.Context, last string) <-chan string {
 	changes := make(chan string, 1)
 	go func() {
@@ -82,7 +80,7 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 		defer func() { nodes.close() }()
 		look := time.NewTicker(p.opts.Look)
 		defer look.Stop()
-		// A change between the last look and the watch's beginning.
+		// It may have changed since last, before the watch began.
 		settled := time.NewTimer(0)
 		defer settled.Stop()
 		listed := p.glance(nodes)
@@ -93,13 +91,13 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 			case _, alive := <-nodes.changed:
 				if !alive {
 					nodes.close()
-					nodes = nodeWatch{} // looked at by the tick from now on
+					nodes = nodeWatch{} // from now on the ticker looks for changes
 				}
 				settled.Reset(settleWait)
 			case <-look.C:
 				if nodes.file == nil {
 					if nodes = watchNodes(p.opts.devDir()); nodes.file != nil {
-						settled.Reset(settleWait) // what changed before the watch
+						settled.Reset(settleWait) // it may have changed before the watch
 					}
 				}
 				if now := p.glance(nodes); now != listed {
@@ -112,7 +110,7 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 					break
 				}
 				last = now
-				select { // drop an older one that was not received
+				select { // drop an older value that was not received
 				case <-changes:
 				default:
 				}
@@ -123,8 +121,8 @@ func (p *presence) follow(ctx context.Context, last string) <-chan string {
 	return changes
 }
 
-// glance is the part of the hardware whose changes nothing reports, so that it must be
-// polled.
+// glance returns the part of the hardware whose changes the kernel does not report, so that it
+// must be polled.
 func (p *presence) glance(nodes nodeWatch) string {
 	if nodes.file == nil {
 		return p.hardware()
@@ -132,23 +130,22 @@ func (p *presence) glance(nodes nodeWatch) string {
 	return strings.Join(names(p.opts.procDir()), " ")
 }
 
-// nodeWatch watches a directory of device nodes for GPUs' nodes.
+// nodeWatch watches a directory for the device nodes of GPUs. The zero value watches nothing.
 type nodeWatch struct {
-	file *os.File // nil where there is no watch
-	// changed gets a value when nodes come or go, and is closed when the watch
-	// ends. Nil where there is no watch.
+	file *os.File // nil if there is no watch
+	// changed gets a value when nodes come or go, and is closed when the watch ends. It is nil if
+	// there is no watch.
 	changed <-chan struct{}
 }
 
-// nodeEvents are the events asked for. No more than these: a write to any
-// device of the directory, such as /dev/null, would be an event too, and wake
-// the agent thousands of times a second. (So fsnotify, which asks for those, is
-// not for this.)
+// nodeEvents are the events that the watch asks for. With more, each write to a device in the
+// directory, such as /dev/null, would wake the agent: thousands of times a second. fsnotify asks
+// for those, so it is of no use here.
 const nodeEvents = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
 	unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR
 
-// watchNodes watches a directory. The result is the zero nodeWatch if the kernel has no
-// watch left, or there is no such directory.
+// watchNodes watches a directory. It returns the zero nodeWatch if the kernel has no watch left,
+// or the directory does not exist.
 func watchNodes(dir string) nodeWatch {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
@@ -185,12 +182,12 @@ func watchNodes(dir string) nodeWatch {
 
 func (w nodeWatch) close() {
 	if w.file != nil {
-		_ = w.file.Close() // ends the reader too
+		_ = w.file.Close() // the reader ends too
 	}
 }
 
-// nodeChanges reads events as the kernel wrote them: whether a GPU's node is
-// among them, or some were lost, and whether the directory is gone.
+// nodeChanges parses inotify events. gpus is true if a GPU's node is among them, or if the kernel
+// dropped some. over is true if the directory is gone.
 func nodeChanges(events []byte) (gpus, over bool) {
 	for len(events) >= unix.SizeofInotifyEvent {
 		mask := binary.NativeEndian.Uint32(events[4:])

@@ -66,11 +66,11 @@ func TestNodeChanges(t *testing.T) {
 }
 
 // tree is a machine of plain files.
-type tree struct{ *rooms }
+type tree struct{ *components }
 
 func newTree(t *testing.T, look time.Duration) tree {
 	root := t.TempDir()
-	d := tree{newRooms(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc"), Look: look}})}
+	d := tree{newComponents(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc"), Look: look}})}
 	d.set(t, "dev/nvidiactl")
 	return d
 }
@@ -281,7 +281,7 @@ func TestRecovery(t *testing.T) {
 // BenchmarkGlance is what each Options.Look costs.
 func BenchmarkGlance(b *testing.B) {
 	root := b.TempDir()
-	d := newRooms(&session{opts: Options{DevRoot: root, ProcRoot: root}})
+	d := newComponents(&session{opts: Options{DevRoot: root, ProcRoot: root}})
 	for _, name := range []string{"07", "0a", "44", "4a", "84", "8a", "c0", "c3"} {
 		if err := os.MkdirAll(filepath.Join(d.opts.procDir(), "0000:"+name+":00.0"), 0o755); err != nil {
 			b.Fatal(err)

@@ -57,9 +57,8 @@ func (r *readings) health(h nvml.Device) (gpu.Health, error) {
 	return health, nil
 }
 
-// recovery asks for the one field that says what a GPU needs. The call has an
-// outcome and so has each field: a driver that does not know the field says so
-// of the field.
+// recovery reads the field with the action that a GPU needs. The call has a result and the field
+// has one of its own: a driver that does not know the field fails it there.
 func recovery(h nvml.Device) (gpu.Recovery, nvml.Return) {
 	fields := []nvml.FieldValue{{FieldId: nvml.FI_DEV_GET_GPU_RECOVERY_ACTION}}
 	if ret := h.GetFieldValues(fields); ret != nvml.SUCCESS {
@@ -67,7 +66,7 @@ func recovery(h nvml.Device) (gpu.Recovery, nvml.Return) {
 	}
 	switch ret := nvml.Return(fields[0].NvmlReturn); ret {
 	case nvml.SUCCESS:
-	case nvml.ERROR_INVALID_ARGUMENT: // a number from after the driver's time
+	case nvml.ERROR_INVALID_ARGUMENT: // the field is newer than the driver
 		return gpu.RecoveryUnknown, nvml.ERROR_NOT_SUPPORTED
 	default:
 		return gpu.RecoveryUnknown, ret
@@ -78,8 +77,8 @@ func recovery(h nvml.Device) (gpu.Recovery, nvml.Return) {
 	return action(binary.NativeEndian.Uint32(fields[0].Value[:])), nvml.SUCCESS
 }
 
-// action names a recovery action. One that is newer than this package is told
-// by its number: it is not none.
+// action names a recovery action. One that this package does not know keeps its number, since it
+// is not none.
 func action(n uint32) gpu.Recovery {
 	switch nvml.DeviceGpuRecoveryAction(n) {
 	case nvml.GPU_RECOVERY_ACTION_NONE:

@@ -20,11 +20,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// hookProgram is the name that the hook program runs under. It is part of the
-// hooks' arguments, so it does not change with its content.
+// hookProgram is the file name of the hook program. The hooks' arguments contain it, so it does
+// not change with the program's content.
 const hookProgram = "nvidia-cdi-hook"
 
-// FindHook returns the hook program, which the image has beside this one.
+// FindHook returns the path of the hook program, which the image has in the same directory as
+// this program. It fails if the program is missing.
 func FindHook() (string, error) {
 	self, err := os.Executable()
 	if err != nil {
@@ -32,8 +33,8 @@ func FindHook() (string, error) {
 	}
 	path := filepath.Join(filepath.Dir(self), hookProgram)
 	if _, err := os.Stat(path); errors.Is(err, fs.ErrNotExist) {
-		return "", fmt.Errorf("the CDI hook program is missing: %s stands beside gpu-agent in the image; "+
-			"without it a container would not find libcuda.so.1", path)
+		return "", fmt.Errorf("the CDI hook program is missing: the image must have %s beside gpu-agent; "+
+			"without it containers do not find libcuda.so.1", path)
 	}
 	return path, nil
 }
@@ -42,17 +43,16 @@ func FindHook() (string, error) {
 //
 //	<stateDir>/hooks/<16 digits of its content's SHA-256>/nvidia-cdi-hook
 //
-// and returns that path, the one to give as Options.Hook if the host sees the
-// state directory under the same name. The directory is named by content, so
-// that a new version of the agent never changes the program under containers
-// that are being started by CDI files of an older one; older programs are left
-// in place, because the CDI file of an allocation may name them.
+// and returns that path. It is the value for Options.Hook if the host sees the state directory
+// under the same name. The directory's name is from the content: so a new version of the agent
+// never changes the program under containers that start with the CDI files of an older one. Older
+// programs stay, because the CDI file of an allocation may name them.
 //
-// Installing again changes nothing if the program is intact, and replaces it otherwise.
-// It removes the unfinished copy of an agent that was killed meanwhile. It reads the two
-// programs only if one of them has changed since the last time, according to a file beside
-// the directories. The host must be able to execute src, so src is linked statically or
-// against what any host has.
+// If the program is installed and intact, it changes nothing; otherwise it replaces the program.
+// It removes an unfinished copy that a killed agent left. A file beside the directories records
+// the state of both programs at the last installation, and it reads them again only if one has
+// changed since. The host must be able to execute src, so src is linked statically or against
+// what any host has.
 func InstallHook(src, stateDir string) (path string, err error) {
 	if !filepath.IsAbs(stateDir) {
 		return "", fmt.Errorf("install %s: state directory %q: want an absolute path: %w",
@@ -63,7 +63,7 @@ func InstallHook(src, stateDir string) (path string, err error) {
 		return "", fmt.Errorf("install the hook program: %w", err)
 	}
 	if err := removeHalves(stateDir); err != nil {
-		return "", fmt.Errorf("remove half a copy of the hook program: %w; remove it by hand", err)
+		return "", fmt.Errorf("remove an unfinished copy of the hook program: %w; remove it by hand", err)
 	}
 	hooks := filepath.Join(stateDir, "hooks")
 	if path := installedBefore(hooks, marks); path != "" {
@@ -89,7 +89,7 @@ func InstallHook(src, stateDir string) (path string, err error) {
 	return path, nil
 }
 
-// isProgram reports whether a program with that sum stands whole.
+// isProgram reports whether path is an executable file with that checksum.
 func isProgram(path string, sum []byte) bool {
 	info, err := os.Lstat(path)
 	if err != nil || info.Mode() != 0o755 {
@@ -99,12 +99,12 @@ func isProgram(path string, sum []byte) bool {
 	return err == nil && bytes.Equal(there, sum)
 }
 
-// installedFile says which file was installed last, as which version, and what
-// stands there since: the marks of both files.
+// installedFile names the file that records the last installation: its version, and the marks of
+// source and copy.
 const installedFile = "installed"
 
-// fileMarks differ between two files, and between a file before and after a change: only
-// the kernel sets the time of an inode's last change.
+// fileMarks identifies a file in its present state. It differs for another file, and after any
+// change: only the kernel sets the time of an inode's last change (ctime).
 func fileMarks(path string) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
@@ -114,8 +114,8 @@ func fileMarks(path string) (string, error) {
 		st.Mtim.Sec, st.Mtim.Nsec, st.Ctim.Sec, st.Ctim.Nsec), nil
 }
 
-// installedBefore returns where the program with these marks stands since it was
-// installed, and nothing where anything has changed.
+// installedBefore returns the path of the installed program if neither it nor the source with
+// these marks has changed since the installation, and an empty path otherwise.
 func installedBefore(hooks, marks string) (path string) {
 	said, err := os.ReadFile(filepath.Join(hooks, installedFile))
 	if err != nil {
@@ -132,8 +132,8 @@ func installedBefore(hooks, marks string) (path string) {
 	return path
 }
 
-// remember is for installedBefore of the next process, which does without if it
-// fails.
+// remember records the installation for installedBefore of the next process. It ignores failures:
+// then the next process reads both files.
 func remember(hooks, version, marks string) {
 	there, err := fileMarks(filepath.Join(hooks, version, hookProgram))
 	if err != nil {
@@ -151,8 +151,8 @@ func remember(hooks, version, marks string) {
 	})
 }
 
-// removeHalves removes the unfinished copies of an agent that was killed in
-// InstallHook. Each is as large as the program, and nothing else removes them.
+// removeHalves removes the unfinished copies of an agent that was killed in InstallHook. Each is
+// as large as the program, and no other code removes them.
 func removeHalves(stateDir string) error {
 	hooks, err := fs.Glob(os.DirFS(stateDir), "hooks/*/."+hookProgram+".*.tmp")
 	for _, name := range hooks {
@@ -176,7 +176,7 @@ func contentSum(path string) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// copyProgram puts the program src in its place in dir, if sum is still its sum.
+// copyProgram copies src into dir. It fails if the checksum of the copy is not sum.
 func copyProgram(src, dir string, sum []byte) error {
 	in, err := os.Open(src)
 	if err != nil {

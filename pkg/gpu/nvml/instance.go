@@ -15,7 +15,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// place is an instance's placement in words: 3g.40gb@4, and 1c.3g.40gb@4.1 for a split.
+// place returns an instance's placement in words: 3g.40gb@4, or 1c.3g.40gb@4.1 for a split.
 func place(profile string, start, ci int) string {
 	if _, compute := split(profile); compute > 0 {
 		return fmt.Sprintf("%s@%d.%d", profile, start, ci)
@@ -23,8 +23,8 @@ func place(profile string, start, ci int) string {
 	return fmt.Sprintf("%s@%d", profile, start)
 }
 
-// split takes 1c.3g.40gb apart into the GPU instance's profile and the compute
-// slices, 0 where they are all of it.
+// split splits 1c.3g.40gb into the GPU instance's profile and the number of compute slices. The
+// number is 0 for a profile that has all of its GPU instance.
 func split(profile string) (whole string, compute int) {
 	if c, rest, ok := strings.Cut(profile, "c."); ok {
 		if n, err := strconv.Atoi(c); err == nil {
@@ -51,8 +51,8 @@ func (m *migSide) createInstance(
 		return in, err
 	}
 
-	// Of the two cases the usual one is tried first: nothing is there.
-	var s standing
+	// Usually nothing exists there, so the creation is tried first.
+	var s gpuInstance
 	gi, ret := h.CreateGpuInstanceWithPlacement(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)},
 		&nvml.GpuInstancePlacement{Start: uint32(at.Start), Size: uint32(at.Size)})
 	if ret == nvml.SUCCESS {
@@ -62,8 +62,8 @@ func (m *migSide) createInstance(
 		}
 		s.profile = p
 	} else {
-		own, listed := m.standingOf(h, u, p)
-		i := slices.IndexFunc(own, func(s standing) bool { return s.at == at })
+		own, listed := m.gpuInstancesOf(h, u, p)
+		i := slices.IndexFunc(own, func(s gpuInstance) bool { return s.at == at })
 		if listed != nil || i < 0 {
 			return in, advised(nvmlDeviceCreateGpuInstanceWithPlacement.refused(ret), p)
 		}
@@ -75,7 +75,8 @@ func (m *migSide) createInstance(
 	return m.createCompute(u, s, computeSlices, ci)
 }
 
-// undone takes back, after an error, what was made before it.
+// undone destroys what was created before err. It does nothing if err is nil. If that fails too,
+// the error names what is left behind.
 func undone(err error, f *function, destroy func() nvml.Return, what string) error {
 	if err == nil {
 		return nil
@@ -86,7 +87,7 @@ func undone(err error, f *function, destroy func() nvml.Return, what string) err
 	return err
 }
 
-// advised adds to a refusal what can be done.
+// advised adds to a refusal what the reader can do.
 func advised(err error, p gpu.Profile) error {
 	switch {
 	case errors.Is(err, gpu.ErrNoRoom):
@@ -100,8 +101,8 @@ func advised(err error, p gpu.Profile) error {
 	return err
 }
 
-// profileOf finds a profile by the name of it or of a split, and how many compute
-// slices that has.
+// profileOf finds the GPU instance's profile for a profile or split of that name, and its number
+// of compute slices. The error wraps gpu.ErrInvalid if the GPU has no such profile.
 func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profile, computeSlices int, err error) {
 	list, err := m.knownProfiles(h, u)
 	if err != nil {
@@ -122,9 +123,9 @@ func (m *migSide) profileOf(h nvml.Device, u gpu.UUID, name string) (p gpu.Profi
 	return p, compute, nil
 }
 
-// computeProfiles are the kinds of compute instances that a GPU instance can
-// hold, in the driver's order.
-func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, error) {
+// computeProfiles returns the kinds of compute instances that a GPU instance can hold, in the
+// driver's order.
+func (m *migSide) computeProfiles(u gpu.UUID, s gpuInstance) ([]computeProfile, error) {
 	key := computeKey{u, s.profile.ID}
 	m.profiles.mu.Lock()
 	known := m.profiles.compute[key]
@@ -133,7 +134,7 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 		return known, nil
 	}
 	var list []computeProfile
-	var none error // what the driver said, where it has told nothing
+	var none error // the driver's refusal, if it refuses all of them
 	for number := range mostProfiles {
 		info, ret := s.gi.GetComputeInstanceProfileInfo(number, nvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
 		if ret == nvml.ERROR_INVALID_ARGUMENT {
@@ -143,7 +144,7 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 		err := nvmlGpuInstanceGetComputeInstanceProfileInfo.failed(what, ret)
 		if errors.Is(err, gpu.ErrNotSupported) {
 			none = err
-			continue // another GPU instance profile has it
+			continue // it belongs to another GPU instance profile
 		}
 		if err != nil {
 			return nil, err
@@ -163,14 +164,14 @@ func (m *migSide) computeProfiles(u gpu.UUID, s standing) ([]computeProfile, err
 	return list, nil
 }
 
-// compute is a compute instance that exists.
+// compute is a compute instance that exists; start is its first compute slice.
 type compute struct {
 	id, start int
 	computeProfile
 }
 
 // computes lists the compute instances in a GPU instance.
-func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
+func (m *migSide) computes(u gpu.UUID, s gpuInstance) ([]compute, error) {
 	list, err := m.computeProfiles(u, s)
 	if err != nil {
 		return nil, err
@@ -194,9 +195,9 @@ func (m *migSide) computes(u gpu.UUID, s standing) ([]compute, error) {
 	return found, nil
 }
 
-// inPlace finds the compute instance that begins at compute slice ci and has that many
-// compute slices. If there is none, its GI is -1.
-func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, computeSlices, ci int) (gpu.Instance, error) {
+// inPlace returns the instance whose compute instance begins at compute slice ci and has
+// computeSlices. If there is none, its GI is -1.
+func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s gpuInstance, computeSlices, ci int) (gpu.Instance, error) {
 	none := gpu.Instance{GI: -1, CI: -1}
 	found, err := m.computes(u, s)
 	if err != nil {
@@ -218,8 +219,9 @@ func (m *migSide) inPlace(h nvml.Device, u gpu.UUID, s standing, computeSlices, 
 	return none, nil
 }
 
-// createCompute makes the compute instance in a GPU instance.
-func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (in gpu.Instance, err error) {
+// createCompute creates a compute instance in a GPU instance. If it fails later than that, it
+// destroys the compute instance again.
+func (m *migSide) createCompute(u gpu.UUID, s gpuInstance, computeSlices, ci int) (in gpu.Instance, err error) {
 	none := in
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	if computeSlices != s.profile.Slices {
@@ -229,8 +231,7 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 	if err != nil {
 		return none, err
 	}
-	// Of two kinds that differ in nothing but the engines they have, a container
-	// wants the one with more.
+	// Two kinds may differ only in their engines. A container wants the one with more.
 	i := -1
 	for n, kind := range kinds {
 		if kind.slices == computeSlices && (i < 0 || kind.engines > kinds[i].engines) {
@@ -261,15 +262,15 @@ func (m *migSide) createCompute(u gpu.UUID, s standing, computeSlices, ci int) (
 	if computeSlices == s.profile.Slices {
 		in.CIStart = 0
 	} else if in.CIStart != ci {
-		return none, fmt.Errorf("the driver, too old to be told, puts it at compute slice %d: %w",
+		return none, fmt.Errorf("this old driver chooses the place itself, and has chosen compute slice %d: %w",
 			in.CIStart, gpu.ErrNotSupported)
 	}
 	return in, nil
 }
 
-// placeCompute creates a compute instance from compute slice ci on, where the driver can be
-// told that. All of a GPU instance has one place only.
-func (m *migSide) placeCompute(s standing, p computeProfile, ci int) (nvml.ComputeInstance, error) {
+// placeCompute creates a compute instance that begins at compute slice ci. A driver that cannot
+// be given a place chooses one itself. One that has all of its GPU instance has only one place.
+func (m *migSide) placeCompute(s gpuInstance, p computeProfile, ci int) (nvml.ComputeInstance, error) {
 	kind := &nvml.ComputeInstanceProfileInfo{Id: uint32(p.id)}
 	placed := m.has(nvmlGpuInstanceCreateComputeAt) && m.has(nvmlGpuInstanceGetComputePlacements)
 	if p.slices == s.profile.Slices || !placed {
@@ -330,8 +331,8 @@ func (m *migSide) destroyInstance(h nvml.Device, u gpu.UUID, in gpu.Instance) er
 	return err
 }
 
-// sought translates the driver's answer to a search by number: a number that the driver
-// calls invalid is one that it does not know.
+// sought returns the driver's answer to a search by number or name: an invalid number means that
+// there is no such thing.
 func sought(ret nvml.Return) nvml.Return {
 	if ret == nvml.ERROR_INVALID_ARGUMENT {
 		return nvml.ERROR_NOT_FOUND
@@ -339,11 +340,11 @@ func sought(ret nvml.Return) nvml.Return {
 	return ret
 }
 
-// destroyCompute destroys a compute instance. It reports whether its GPU instance still
-// has others, and whether it destroyed anything, also with an error: the compute instance
-// may have been gone already.
+// destroyCompute destroys a compute instance. others is true if its GPU instance still has
+// others. destroyed is true if it destroyed the compute instance, also if it then failed; a
+// compute instance that was gone already is no error.
 func (m *migSide) destroyCompute(
-	u gpu.UUID, s standing, computeSlices int, in gpu.Instance,
+	u gpu.UUID, s gpuInstance, computeSlices int, in gpu.Instance,
 ) (others, destroyed bool, err error) {
 	ci, ret := s.gi.GetComputeInstanceById(in.CI)
 	if ret = sought(ret); ret != nvml.ERROR_NOT_FOUND {
@@ -374,13 +375,13 @@ func (m *migSide) destroyCompute(
 		return false, destroyed, err
 	}
 	if slices.ContainsFunc(list, func(c compute) bool { return c.id == in.CI && c.start == in.CIStart }) {
-		return false, destroyed, fmt.Errorf("the driver does not know compute instance %d, and lists it: %w",
+		return false, destroyed, fmt.Errorf("the driver lists compute instance %d but does not find it: %w",
 			in.CI, gpu.ErrDriver)
 	}
 	return len(list) > 0, destroyed, nil
 }
 
-// pinned adds to an error what can be done about an instance that is in use.
+// pinned adds to an error about an instance in use what the reader can do.
 func pinned(err error) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		return fmt.Errorf("%w; end what runs on it, and destroy the compute instances in it", err)

@@ -17,11 +17,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// survey is the room of Survey.
+// survey reads inventories.
 type survey struct {
 	*session
 	*presence
-	// memory reads a GPU's memory, and side its MIG side.
+	// memory reads a GPU's memory; told is false if the driver has no figures. side reads its MIG
+	// side.
 	memory func(nvml.Device) (m gpu.Memory, told bool, err error)
 	side   interface {
 		mig(nvml.Device, gpu.UUID) (gpu.MIG, error)
@@ -29,7 +30,8 @@ type survey struct {
 	}
 	links   *linkReader
 	machine *machine
-	// last is the last good reading of each GPU ever seen. Used inside the door only.
+	// last is the last good reading of each GPU ever seen. It is used only while locks.calls is
+	// held.
 	last map[gpu.UUID]gpu.Device
 }
 
@@ -91,7 +93,7 @@ func (s *survey) inventory(ctx context.Context) (gpu.Inventory, error) {
 		dev := &inv.GPUs[i]
 		h, ok := handles[dev.UUID]
 		if !ok {
-			// Its peers may have other indices now; what it was linked to is known.
+			// The indices of its peers may have changed; its own links are known.
 			if own := s.links.known[dev.UUID]; own != nil {
 				dev.Links = own.joined(i, inv.GPUs)
 			}
@@ -108,8 +110,8 @@ func (s *survey) inventory(ctx context.Context) (gpu.Inventory, error) {
 	return inv, nil
 }
 
-// device reads the GPU at an index, all but its links. With an error the
-// device's UUID is what could be read of it.
+// device reads the GPU at an index, except its links. If it fails, the device has the UUID if
+// that could be read.
 func (s *survey) device(index int) (gpu.Device, nvml.Device, error) {
 	dev := gpu.Device{Index: index}
 	h, u, err := s.byIndex(index)
@@ -154,8 +156,9 @@ func (s *survey) device(index int) (gpu.Device, nvml.Device, error) {
 	return dev, h, err
 }
 
-// givable asks what NVIDIA's generator asks of a GPU (Parts) and nothing else here does: a GPU
-// that it cannot describe can be given to no container, which is better known from the start.
+// givable makes the calls of NVIDIA's generator (Parts) that this package does not make
+// otherwise. A GPU that they fail for cannot be given to any container, and its fault shows that
+// at once.
 func (s *survey) givable(h nvml.Device, u gpu.UUID) error {
 	if _, err := s.handle(u); err != nil {
 		return err
@@ -167,8 +170,8 @@ func (s *survey) givable(h nvml.Device, u gpu.UUID) error {
 	return nvmlDeviceIsMigDeviceHandle.failed("ask whether it is a MIG device of "+string(u), ret)
 }
 
-// remembered is the last good reading of a GPU that cannot be read now. The GPU is found
-// by its UUID if that could be read, and otherwise by its index.
+// remembered returns the last good reading of a GPU that cannot be read now: the one with its
+// UUID if that could be read, and otherwise the one with its index.
 func (s *survey) remembered(index int, u gpu.UUID) gpu.Device {
 	if known, ok := s.last[u]; ok {
 		known = clone(known)
@@ -185,10 +188,10 @@ func (s *survey) remembered(index int, u gpu.UUID) gpu.Device {
 	return gpu.Device{Index: index, UUID: u}
 }
 
-// reconcile compares what was read with what is remembered. A guess by index must not
-// repeat a GPU that was read at another index, and a GPU that the driver stopped listing
-// is kept. It reports whether the machine still has such a GPU: the driver may list it
-// again after a new initialisation.
+// reconcile compares the inventory with the remembered GPUs. A GPU that was found by its index,
+// and has been read at another index, loses all but index and fault. A GPU that the driver no
+// longer lists is added, with a fault. stale is true if the machine still has such a GPU: after a
+// new initialisation the driver may list it again.
 func (s *survey) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (stale bool) {
 	listed := map[gpu.UUID]bool{}
 	for i := range inv.GPUs {
@@ -211,7 +214,8 @@ func (s *survey) reconcile(inv *gpu.Inventory, read map[gpu.UUID]nvml.Device) (s
 	return stale
 }
 
-// clone copies what a caller could change through a slice or pointer.
+// clone copies dev, so that the caller's changes through slices and pointers do not reach the
+// original.
 func clone(dev gpu.Device) gpu.Device {
 	dev.Links, dev.Path = slices.Clone(dev.Links), slices.Clone(dev.Path)
 	dev.MIG.Instances = slices.Clone(dev.MIG.Instances)
@@ -220,7 +224,7 @@ func clone(dev gpu.Device) gpu.Device {
 	return dev
 }
 
-// cloned is a pointer to a copy, nil for nil.
+// cloned returns a pointer to a copy, or nil for nil.
 func cloned[T any](p *T) *T {
 	if p == nil {
 		return nil
@@ -228,10 +232,10 @@ func cloned[T any](p *T) *T {
 	return new(*p)
 }
 
-// busID is the address as the driver writes it, in lower case.
+// busID returns the PCI address as the driver writes it, in lower case.
 func busID(pci nvml.PciInfo) string { return strings.ToLower(text(pci.BusId[:])) }
 
-// text is a C string.
+// text converts a C string.
 func text(c []int8) string {
 	var b strings.Builder
 	for _, v := range c {
@@ -243,9 +247,10 @@ func text(c []int8) string {
 	return b.String()
 }
 
-// nearest is the NUMA node whose memory the driver calls nearest to a GPU. It counts
-// only where sysfs says nothing, as in a virtual machine without the topology. Otherwise
-// place takes the kernel's answer, which the kubelet and other device plugins use too.
+// nearest returns the NUMA node whose memory the driver calls nearest to a GPU, or nil if it does
+// not name exactly one. It counts only if sysfs has none, as in a virtual machine without the
+// topology. Otherwise place takes the kernel's answer, as the kubelet and other device plugins
+// do.
 func nearest(h nvml.Device) *int {
 	const most = 1024 // the kernel's own limit, CONFIG_NODES_SHIFT
 	mask, ret := h.GetMemoryAffinity(most, nvml.AFFINITY_SCOPE_NODE)

@@ -14,24 +14,23 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Late opens the driver at the first call, and tries again at the next call where
-// that failed: a node may start its driver after the agent. LetGo closes it for
-// somebody who wants to unload the driver. Nobody has to close it at the end of the
-// process, which does not wait for a driver that takes its time.
+// Late opens the driver at the first call, since a node may start its driver after the agent. If
+// that fails, the next call tries again. LetGo closes the driver, so that it can be unloaded. The
+// process may end without it: then it does not wait for a slow driver.
 type Late struct {
 	open func(context.Context) (*Driver, error)
-	// called is told of each call, for metrics.
+	// called gets each call, for metrics.
 	called func(call, code string, took time.Duration)
 
-	// turn has a token while the fields below are not in use. It is not a mutex: an
-	// open that hangs must not delay callers beyond their contexts.
+	// turn holds one token while the fields below are not in use. It is not a mutex, because
+	// callers must not wait for an open that hangs beyond their contexts.
 	turn   chan struct{}
-	driver *Driver // nil until it opened
+	driver *Driver // nil until it was opened
 	letGo  bool
 }
 
-// NewLate returns a driver that open opens when it is needed. called is told of
-// each call: its name, "ok" or the kind of the failure in a word, and how long it took.
+// NewLate returns a Late that opens the driver with open. called gets each call's name, its
+// result ("ok" or the kind of the error in one word), and how long it took.
 func NewLate(open func(context.Context) (*Driver, error), called func(call, code string, took time.Duration)) *Late {
 	l := &Late{open: open, called: called, turn: make(chan struct{}, 1)}
 	l.turn <- struct{}{}
@@ -41,7 +40,7 @@ func NewLate(open func(context.Context) (*Driver, error), called func(call, code
 var errLetGo = fmt.Errorf("the driver was let go: %w", gpu.ErrNoDriver)
 
 const (
-	// openPatience bounds an open, and letGoPatience the wait for one under way.
+	// openPatience bounds an open. letGoPatience bounds the wait for an open that is under way.
 	openPatience  = 10 * time.Second
 	letGoPatience = 2 * time.Second
 )
@@ -68,8 +67,8 @@ func (l *Late) get(ctx context.Context) (*Driver, error) {
 	return l.driver, nil
 }
 
-// LetGo gives up every handle of the driver, for good. It may be repeated until
-// there is no error.
+// LetGo closes the driver for good: all later calls fail with gpu.ErrNoDriver. It may be repeated
+// until it succeeds.
 func (l *Late) LetGo() error {
 	select {
 	case <-l.turn:
@@ -84,7 +83,7 @@ func (l *Late) LetGo() error {
 	return l.driver.Close()
 }
 
-// timed runs f on the open driver and tells how it went.
+// timed runs f on the open driver and passes name, result and time to l.called.
 func timed[T any](ctx context.Context, l *Late, call string, f func(*Driver) (T, error)) (T, error) {
 	began := time.Now()
 	var out T
@@ -96,13 +95,13 @@ func timed[T any](ctx context.Context, l *Late, call string, f func(*Driver) (T,
 	return out, err
 }
 
-// done is timed for what returns nothing but an error.
+// done is timed for a function that returns only an error.
 func done(ctx context.Context, l *Late, call string, f func(*Driver) error) error {
 	_, err := timed(ctx, l, call, func(d *Driver) (struct{}, error) { return struct{}{}, f(d) })
 	return err
 }
 
-// code is an error's kind in one word.
+// code returns an error's kind in one word, "ok" for nil.
 func code(err error) string {
 	if err == nil {
 		return "ok"
@@ -158,7 +157,7 @@ func (l *Late) Reset(ctx context.Context, u gpu.UUID) error {
 	return done(ctx, l, "reset", func(d *Driver) error { return d.Reset(ctx, u) })
 }
 
-// Capabilities asks the kernel, not the driver's library: it is not counted.
+// Capabilities reads the kernel, not the driver's library, so it is not timed.
 func (l *Late) Capabilities(minor, gi, ci int) ([]*specs.DeviceNode, error) {
 	d, err := l.get(context.Background()) // bounded by openPatience
 	if err != nil {
@@ -193,7 +192,7 @@ func (l *Late) Utilization(
 	})
 }
 
-// Events is not timed: waiting is its business.
+// Events is not timed, since it waits.
 func (l *Late) Events(ctx context.Context, fn func(gpu.Event)) error {
 	d, err := l.get(ctx)
 	if err != nil {

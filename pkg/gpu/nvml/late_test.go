@@ -17,7 +17,7 @@ func TestOpenHangs(t *testing.T) {
 	opening := make(chan struct{}, 1)
 	l := NewLate(func(ctx context.Context) (*Driver, error) {
 		opening <- struct{}{}
-		<-ctx.Done() // as through the door: no longer than its context
+		<-ctx.Done() // as under the lock: no longer than its context
 		return nil, gpu.ErrTimeout
 	}, func(string, string, time.Duration) {})
 	go func() { _ = l.Events(ctx, func(gpu.Event) {}) }() // followDriver's, whose context has no end

@@ -20,7 +20,9 @@ import (
 // libraryName is the SONAME of the driver's management library.
 const libraryName = "libnvidia-ml.so.1"
 
-// findLibrary looks where the driver's parts are looked for too.
+// findLibrary returns the path of the driver's library, or its bare name for the dynamic linker
+// to find. It looks in the same places as NVIDIA's generator does. The error wraps
+// gpu.ErrNoDriver if there is no library.
 func findLibrary(opts Options, log *slog.Logger) (string, error) {
 	if opts.Library != "" {
 		if !filepath.IsAbs(opts.Library) {
@@ -43,9 +45,9 @@ func findLibrary(opts Options, log *slog.Logger) (string, error) {
 		libraryName, opts.DriverRoot, gpu.ErrNoDriver)
 }
 
-// mapped is the path at which the dynamic linker found the library that it has
-// loaded, by the name that a later version would have there too. It is
-// libraryName where that cannot be told.
+// mapped returns where the dynamic linker found the library that is loaded. The path ends in
+// libraryName, which another version would have there too. If the place is unknown, it returns
+// libraryName alone.
 func mapped() string {
 	maps, err := os.Open("/proc/self/maps")
 	if err != nil {
@@ -66,15 +68,15 @@ func mapped() string {
 	return libraryName
 }
 
-// content identifies a library by what is in it. A file that was laid down
-// again with the same bytes, as by a driver container that started anew, still
-// fits the library in memory. The file's own marks save reading it each time.
+// content identifies a library by its bytes. The same bytes written again, as by a driver
+// container that starts anew, still fit the library in memory. info saves reading the file each
+// time.
 type content struct {
 	info os.FileInfo
 	sum  string // SHA-256
 }
 
-// identify reads a library's identity; links are followed.
+// identify reads the content of a library. It follows links.
 func identify(path string) (content, error) {
 	info, err := os.Stat(path)
 	if err != nil {
@@ -84,8 +86,8 @@ func identify(path string) (content, error) {
 	return content{info, string(sum)}, err
 }
 
-// is reports whether a file holds what c does. It reads the file only if it is
-// another one, or was written since.
+// is reports whether the file at path has the content c. It reads the file only if size, time or
+// inode differ.
 func (c content) is(path string) (bool, error) {
 	info, err := os.Stat(path)
 	if err != nil || c.info == nil {
@@ -98,11 +100,10 @@ func (c content) is(path string) (bool, error) {
 	return err == nil && string(sum) == c.sum, err
 }
 
-// explained adds to an error that says that there is no driver, if its library
-// was replaced, that it was: then nothing that this process does can help. Only
-// then is it asked. A library that is replaced under a driver that still runs
-// does no harm: a new process could not speak to that one. And a library that is
-// gone is not a replaced one.
+// explained adds gpu.ErrReloaded to a gpu.ErrNoDriver if the driver's library was replaced, since
+// then only a new process helps. It looks at the library in no other case: to replace it while
+// its driver still runs does no harm, and a new process could not speak to that driver. A library
+// that is missing counts as unchanged.
 func (s *session) explained(err error) error {
 	if s.stopped.Err() != nil || s.loaded.info == nil || !errors.Is(err, gpu.ErrNoDriver) {
 		return err
@@ -112,7 +113,7 @@ func (s *session) explained(err error) error {
 		return err
 	}
 	if !filepath.IsAbs(path) {
-		path = s.library // where the dynamic linker found it
+		path = s.library // the path where the dynamic linker found it
 	}
 	if !filepath.IsAbs(path) {
 		return err
@@ -120,6 +121,6 @@ func (s *session) explained(err error) error {
 	if same, unread := s.loaded.is(path); same || unread != nil {
 		return err
 	}
-	return fmt.Errorf("%w: %s is not the library of %s that runs here; start another process: %w",
+	return fmt.Errorf("%w: %s is not the library of %s that this process has loaded; start a new process: %w",
 		gpu.ErrReloaded, path, s.loaded.info.ModTime().Format(time.DateTime), err)
 }

@@ -15,43 +15,71 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
+// A GPU's links are counted once, by number, up to the first number that is an invalid argument.
+// The driver names a link's far end only while the link is up. linkReader asks for it when the
+// link comes up, and keeps it by PCI address, so that it holds when indices change.
+//
+// Each inventory reads which links are up: all of a GPU's with one call for field values, as NCCL
+// reads them on Hopper. That field (NVML_FI_DEV_NVLINK_GET_STATE) is used if it agreed with
+// nvmlDeviceGetNvLinkState when the links were counted. Otherwise, and on drivers without the
+// field, each link takes a call. A link that sleeps is up. So a reading of a GPU with NVLinks takes
+// two calls more than one without: states and fabric. What cannot be read once stays as it was,
+// since labels must not change back and forth while a driver is busy.
+//
+// The hardware at hand confirmed little of this: it has one GPU per machine, or none. The code
+// relies on go-nvml's nvml.h and on public reports:
+//
+//   - nvmlDeviceGetNvLinkVersion returns an enumeration: 5 on an A100, which is NVLink 3.1
+//     (open-mpi/hwloc issue 658).
+//   - A link that a card has, but that is not connected, is down and no error: all 12 of an A100
+//     PCIe (NVIDIA/DCGM issue 49). A number beyond the card's links is an invalid argument on GB200
+//     (NVIDIA/TensorRT-LLM pull request 17060).
+//   - Speeds are in MB/s (10^6 bytes), of one link in one direction, with the protocol's overhead:
+//     25781 on V100, 25000 on A100, 26562 on H100, 53125 on GB200, as nvidia-smi nvlink -s prints.
+//   - No report confirms what the state field is while a link is retrained, whether a GPU in MIG
+//     mode shows its links (they are counted again when the mode changes), what the driver answers
+//     for the far end of a link that is down, and the fabric of a GPU that a fabric manager moves
+//     to another partition.
+//
+// On a machine with NVLink, tests/hardware compares the results with nvidia-smi topo -m.
+
 // nvlinks is what is known of one GPU's NVLinks.
 type nvlinks struct {
-	// pci and mig are the GPU's address and MIG mode when its links were counted: a
-	// driver may hide links of a GPU in MIG mode.
+	// pci and mig are the GPU's PCI address and MIG mode when its links were counted. They are
+	// counted again after a change: a driver may hide the links of a GPU in MIG mode.
 	pci string
 	mig bool
-	// anew asks for another count.
+	// anew is true if the links must be counted again.
 	anew bool
-	// byField says that the states can be read all in one call.
+	// byField is true if one call can read the states of all links.
 	byField bool
-	// lanes are the GPU's links in the order of their numbers, up or down.
+	// lanes are the GPU's links by number, up or down.
 	lanes []lane
 }
 
-// lane is one NVLink of a GPU. Where it leads is soldered or bolted: the driver
-// tells it only while the link is up, and what it told is kept.
+// lane is one NVLink of a GPU. Its far end is soldered or bolted. The driver names that only
+// while the link is up, and lane remembers it.
 type lane struct {
 	number int
 	up     bool
-	// asked says that the driver has told where the link leads since it came up.
+	// asked is true if the driver has named the far end since the link came up.
 	asked    bool
-	known    bool   // where it leads
-	switched bool   // it leads to an NVSwitch
-	peer     string // otherwise: the PCI address of the GPU that it leads to
-	version  int    // NVLink generation, 0 where not known
-	mbps     int    // in each direction, 0 where not known
+	known    bool   // the far end is known
+	switched bool   // the far end is an NVSwitch
+	peer     string // otherwise: the PCI address of the GPU at the far end
+	version  int    // NVLink generation; 0 if not known
+	mbps     int    // MB/s in each direction; 0 if not known
 }
 
-// linkReader reads GPUs' NVLinks. It is used inside the door only.
+// linkReader reads GPUs' NVLinks. It is used only while locks.calls is held.
 type linkReader struct {
 	*session
 	known map[gpu.UUID]*nvlinks // of each GPU ever seen
-	// counted is session.renewals when the links were last marked to be counted again.
+	// counted is session.renewals when all links were last marked to be counted again.
 	counted uint64
 }
 
-// recount has the links counted again where the driver was initialised anew: cards may have
+// recount marks all links to be counted again after a new initialisation, since cards may have
 // been exchanged.
 func (r *linkReader) recount() {
 	now := r.renewals.Load()
@@ -64,8 +92,8 @@ func (r *linkReader) recount() {
 	}
 }
 
-// lanesOf reads a GPU's NVLinks: their states each time, all else when a link
-// has come up. What the driver cannot tell now stays as it was.
+// lanesOf reads a GPU's NVLinks: the states each time, all else after a link has come up. What
+// the driver cannot answer now stays as it was.
 func (r *linkReader) lanesOf(h nvml.Device, dev *gpu.Device) *nvlinks {
 	r.recount()
 	own, ok := r.known[dev.UUID]
@@ -105,8 +133,8 @@ func (s *survey) LinksChanged(ctx context.Context) (changed bool, err error) {
 	})
 }
 
-// countLanes finds out which links a GPU has, with the call that every driver
-// knows, and whether their states can be read by field from now on.
+// countLanes finds out which links a GPU has, by the call that all drivers have, and whether the
+// state field can be used from now on.
 func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 	before := own.lanes
 	own.lanes, own.anew, own.byField = nil, false, false
@@ -134,8 +162,8 @@ func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 	if len(own.lanes) == 0 || own.anew {
 		return
 	}
-	// The field is newer and means the same; it is used where it says the
-	// same. It alone tells a link that sleeps from one that is down.
+	// The newer field should mean the same. It is used if all its states agree with the call's.
+	// It alone distinguishes a link that sleeps from one that is down.
 	states, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes)
 	if own.byField = ok && !slices.Contains(states, notGiven); !own.byField {
 		return
@@ -149,7 +177,7 @@ func (r *linkReader) countLanes(h nvml.Device, own *nvlinks) {
 	own.states(states)
 }
 
-// readStates reads which links are up.
+// readStates reads which links are up. A link that cannot be read stays as it was.
 func (r *linkReader) readStates(h nvml.Device, own *nvlinks) {
 	if own.byField {
 		if states, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_STATE, own.lanes); ok {
@@ -164,8 +192,8 @@ func (r *linkReader) readStates(h nvml.Device, own *nvlinks) {
 	}
 }
 
-// states takes the states that field values gave. A link that sleeps wakes when
-// there is something to carry.
+// states takes over the states from the field. A link that sleeps counts as up, since it wakes
+// when there is data.
 func (own *nvlinks) states(states []uint64) {
 	for i, state := range states {
 		if state != notGiven {
@@ -175,11 +203,11 @@ func (own *nvlinks) states(states []uint64) {
 }
 
 func (l *lane) set(up bool) {
-	l.asked = l.asked && up // it may come back slower
+	l.asked = l.asked && up // its speed may change
 	l.up = up
 }
 
-// ask finds out where links lead that came up.
+// ask reads far end, generation and speed of the links that have come up.
 func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 	fresh := slices.DeleteFunc(slices.Clone(own.lanes), func(l lane) bool { return !l.up || l.asked })
 	if len(fresh) == 0 {
@@ -187,7 +215,7 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 	}
 	typed, versioned := r.has(nvmlDeviceGetNvLinkRemoteDeviceType), r.has(nvmlDeviceGetNvLinkVersion)
 	speeds := r.speeds(h, fresh)
-	version := 0 // of all: a GPU's links are of one generation
+	version := 0 // one call for all: a GPU's links are of one generation
 	for i, f := range fresh {
 		l := &own.lanes[slices.IndexFunc(own.lanes, func(l lane) bool { return l.number == f.number })]
 		if speeds[i] != notGiven {
@@ -216,8 +244,8 @@ func (r *linkReader) ask(h nvml.Device, own *nvlinks) {
 	}
 }
 
-// speeds is what links carry in each direction, in MB/s; before the field of each
-// link there was one for all that are up.
+// speeds returns the speeds of links in each direction, in MB/s. Older drivers have no field for
+// each link, but one for all that are up.
 func (r *linkReader) speeds(h nvml.Device, lanes []lane) []uint64 {
 	speeds, ok := r.fields(h, nvml.FI_DEV_NVLINK_GET_SPEED, lanes)
 	if ok && !slices.Contains(speeds, notGiven) {
@@ -233,11 +261,11 @@ func (r *linkReader) speeds(h nvml.Device, lanes []lane) []uint64 {
 	return speeds
 }
 
-// notGiven stands for a field value that the driver did not give.
+// notGiven marks a field value that the driver did not give.
 const notGiven = ^uint64(0)
 
-// fields reads one field of each link, all in one call. Each has its own outcome;
-// ok says that the call as a whole succeeded.
+// fields reads one field of each link, all in one call. ok is true if the call succeeded; each
+// field has a result of its own, and its value is notGiven if it failed.
 func (r *linkReader) fields(h nvml.Device, id uint32, lanes []lane) (values []uint64, ok bool) {
 	values = slices.Repeat([]uint64{notGiven}, len(lanes))
 	if !r.has(nvmlDeviceGetFieldValues) {
@@ -264,8 +292,8 @@ func (r *linkReader) fields(h nvml.Device, id uint32, lanes []lane) (values []ui
 	return values, true
 }
 
-// generation is the first number of an NVLink version. The driver gives an
-// enumeration, nvmlNvlinkVersion_t of nvml.h: an A100 says 5, which is NVLink 3.1.
+// generation returns the major version of an NVLink version, or 0 if it is unknown. version is an
+// enumeration, nvmlNvlinkVersion_t of nvml.h: an A100 answers 5, which is NVLink 3.1.
 func generation(version uint32) int {
 	switch nvml.NvlinkVersion(version) {
 	case nvml.NVLINK_VERSION_1_0:
@@ -284,14 +312,13 @@ func generation(version uint32) int {
 	return 0
 }
 
-// joined puts the links that are up in the words of an inventory: by the peers'
-// indices, switches last. A link to what is no GPU of this inventory (a
-// processor, a GPU of another guest of the machine) is left out, as is one whose
-// end was never told.
+// joined returns the links that are up, as an inventory lists them: added up by peer, in the
+// order of the peers' indices, switches last. It leaves out links whose far end was never known,
+// or is no GPU of this inventory (a processor, a GPU of another virtual machine).
 func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 	type sum struct {
 		gpu.Link
-		told, total int // lanes whose speed is known, and their speeds' sum
+		told, total int // how many lanes have a known speed, and the sum of these
 	}
 	var sums []*sum
 	for _, l := range own.lanes {
@@ -313,7 +340,7 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 		}
 		s := sums[at]
 		s.NVLink++
-		// Lanes that are trained as different generations are as good as the least.
+		// Lanes of different generations count as the lowest.
 		if s.Version == 0 || l.version > 0 && l.version < s.Version {
 			s.Version = l.version
 		}
@@ -340,9 +367,9 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 	return links
 }
 
-// fabric reads which NVLink fabric beyond the node a GPU belongs to, nil if it belongs
-// to none. An 8-GPU machine with switches of its own reports the UUID zero, which is no
-// fabric. If the driver cannot tell now, the answer is the one before.
+// fabric returns the NVLink fabric beyond the node that a GPU belongs to, or nil if there is
+// none. A machine of 8 GPUs with its own switches reports the UUID zero, which is no fabric. If
+// the driver cannot answer now, fabric returns before.
 func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 	var state uint8
 	var status, clique uint32
@@ -351,7 +378,7 @@ func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
 	var err error
 	const what = "read the NVLink fabric"
 	switch {
-	case r.has(nvmlDeviceGetGpuFabricInfoV): // the first one has the number 2
+	case r.has(nvmlDeviceGetGpuFabricInfoV): // its first version is V2
 		info, ret := h.GetGpuFabricInfoV().V2()
 		told, err = nvmlDeviceGetGpuFabricInfoV.told(what, ret)
 		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid

@@ -124,8 +124,8 @@ func (l *linked) device() nvml.Device {
 	}
 }
 
-func linkedDriver(t *testing.T, missing ...string) *rooms {
-	return newRooms(&session{
+func linkedDriver(t *testing.T, missing ...string) *components {
+	return newComponents(&session{
 		lib: &mock.Interface{ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) }},
 		log: slog.New(slog.DiscardHandler),
 	})
@@ -264,11 +264,11 @@ func TestLinkFailsAndReturns(t *testing.T) {
 func TestLinksAreCountedAgain(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		do   func(d *rooms, dev *gpu.Device) error
+		do   func(d *components, dev *gpu.Device) error
 	}{
-		{"another MIG mode", func(_ *rooms, dev *gpu.Device) error { dev.MIG.Enabled = true; return nil }},
-		{"another address", func(_ *rooms, dev *gpu.Device) error { dev.PCI = "00000000:0a:00.0"; return nil }},
-		{"initialised anew", func(d *rooms, _ *gpu.Device) error { return d.initialised() }},
+		{"another MIG mode", func(_ *components, dev *gpu.Device) error { dev.MIG.Enabled = true; return nil }},
+		{"another address", func(_ *components, dev *gpu.Device) error { dev.PCI = "00000000:0a:00.0"; return nil }},
+		{"initialised anew", func(d *components, _ *gpu.Device) error { return d.initialised() }},
 	} {
 		world := &linked{t: t, calls: map[string]int{}, counted: 12}
 		d, h, gpus := linkedDriver(t), world.device(), three()

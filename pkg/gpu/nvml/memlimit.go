@@ -13,10 +13,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// NoLimit is the limit of a cgroup that may have all of a GPU.
+// NoLimit is the limit of a cgroup that may use all of a GPU's memory.
 const NoLimit = ^uint64(0)
 
-// memoryLimits are the driver's own limits, by cgroup.
+// memoryLimits sets and reads the driver's own memory limits, for cgroups.
 type memoryLimits struct{ *session }
 
 func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup string, bytes uint64) error {
@@ -26,7 +26,7 @@ func (l *memoryLimits) SetMemoryLimit(ctx context.Context, u gpu.UUID, cgroup st
 		if err != nil {
 			return none, err
 		}
-		// nvml.h: 0 and NoLimit together clear it.
+		// By nvml.h, a soft limit of 0 with NoLimit removes the limit.
 		return none, limitRefused(nvmlDeviceSetMemoryLimits, h.SetMemoryLimits_v1(cgroup, 0, bytes))
 	})
 	return err
@@ -45,7 +45,8 @@ func (l *memoryLimits) MemoryLimit(ctx context.Context, u gpu.UUID, cgroup strin
 	})
 }
 
-// limited finds the GPU of a call about limits.
+// limited returns the GPU's handle for a call about limits. It fails if the cgroup's path is not
+// absolute or the driver lacks the function.
 func (l *memoryLimits) limited(f *function, u gpu.UUID, cgroup string) (nvml.Device, error) {
 	if !filepath.IsAbs(cgroup) || strings.ContainsRune(cgroup, 0) {
 		return nil, fmt.Errorf("want an absolute path: %w", gpu.ErrInvalid)
@@ -56,8 +57,8 @@ func (l *memoryLimits) limited(f *function, u gpu.UUID, cgroup string) (nvml.Dev
 	return l.handle(u)
 }
 
-// limitRefused knows what the operating system's refusal means here: the path does
-// not open as a cgroup.
+// limitRefused is function.refused, but an error of the operating system becomes gpu.ErrNotFound:
+// it means that the path cannot be opened as a cgroup.
 func limitRefused(f *function, ret nvml.Return) error {
 	if ret == nvml.ERROR_OPERATING_SYSTEM {
 		ret = nvml.ERROR_NOT_FOUND

@@ -33,7 +33,7 @@ func TestMemoryLimitWithoutTheSymbol(t *testing.T) {
 	}}
 	stopped, stop := context.WithCancel(t.Context())
 	defer stop()
-	d := newRooms(&session{library: "libnvidia-ml.so.1", lib: lib, gates: newGates(), stopped: stopped})
+	d := newComponents(&session{library: "libnvidia-ml.so.1", lib: lib, locks: newLocks(), stopped: stopped})
 	if err := d.SetMemoryLimit(t.Context(), "GPU-0", "/sys/fs/cgroup/a", 1<<30); !errors.Is(err, gpu.ErrNotSupported) || !strings.Contains(err.Error(), "R615") {
 		t.Errorf("set: %v, want ErrNotSupported that names the first driver", err)
 	}
@@ -60,7 +60,7 @@ func TestMemoryLimitArguments(t *testing.T) {
 		ExtensionsFunc:            func() nvml.ExtendedInterface { return without{} },
 		DeviceGetHandleByUUIDFunc: func(string) (nvml.Device, nvml.Return) { return card, nvml.SUCCESS },
 	}
-	d := newRooms(&session{lib: lib, gates: newGates(), stopped: t.Context()})
+	d := newComponents(&session{lib: lib, locks: newLocks(), stopped: t.Context()})
 	const cgroup = "/sys/fs/cgroup/kubepods.slice/a.scope"
 	for _, c := range []struct{ bytes, soft, hard uint64 }{{1 << 30, 0, 1 << 30}, {NoLimit, 0, NoLimit}} {
 		if err := d.SetMemoryLimit(t.Context(), "GPU-0", cgroup, c.bytes); err != nil || path != cgroup || soft != c.soft || hard != c.hard {

@@ -14,27 +14,27 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 const (
-	// mostProfiles bounds the walk over profile numbers. The driver says itself
-	// where they end (18 of GPU instances today, 9 of compute instances); the bound
-	// is for one that never does.
+	// mostProfiles bounds the loop over profile numbers. A driver ends it itself (after 18 GPU
+	// instance profiles today, and 9 compute instance profiles); the bound is for a driver that
+	// does not.
 	mostProfiles = 256
-	// mostReadings bounds how often what exists is read because an instance went
-	// away meanwhile, or a question failed.
+	// mostReadings bounds how often the instances are read again because one went away meanwhile,
+	// or a call failed.
 	mostReadings = 5
-	// mostCrossed bounds how often more it is read because of this process's own work
-	// on that GPU. The hardware takes 0.1 to 1 s for each piece of work, and a reading
-	// takes some milliseconds, so that few readings are crossed one after the other.
+	// mostCrossed bounds how often they are read again because of this process's own work on that
+	// GPU. Each piece of work takes 0.1 to 1 s and a reading some milliseconds, so few readings
+	// in a row meet work.
 	mostCrossed = 100
 )
 
 // migSide reads and changes the MIG side of GPUs.
 type migSide struct {
 	*session
-	// processes lists those on a GPU.
+	// processes lists the processes on a GPU.
 	processes func(nvml.Device) ([]gpu.Process, error)
 	profiles  profiles
 }
@@ -52,21 +52,21 @@ func (m *migSide) MIG(ctx context.Context, u gpu.UUID) (gpu.MIG, error) {
 	}))
 }
 
-// work runs f behind one GPU's own door.
+// work runs f with the lock of one GPU held.
 func work[T any](ctx context.Context, s *session, u gpu.UUID, what string, f func() (T, error)) (T, error) {
-	value, err := door.Through(ctx, s.gates.card(u), what, func() (T, error) {
+	value, err := ctxlock.Do(ctx, s.locks.ofGPU(u), what, func() (T, error) {
 		var none T
-		if err := s.gates.outside.Join(ctx); err != nil {
+		if err := s.locks.handles.RLock(ctx); err != nil {
 			return none, fmt.Errorf("%s: %w: the driver is being initialised anew", what, err)
 		}
-		defer s.gates.outside.Part()
+		defer s.locks.handles.RUnlock()
 		return open(s, what, f)()
 	}, nil)
 	return value, s.explained(err)
 }
 
-// profiles is what a process has learnt of the profiles of its GPUs: they do not
-// change, and reading them is slow on some cards.
+// profiles remembers the MIG profiles of GPUs. They do not change, and some cards are slow to
+// read them.
 type profiles struct {
 	mu sync.Mutex
 	// Guarded by mu:
@@ -75,14 +75,14 @@ type profiles struct {
 	compute map[computeKey][]computeProfile
 }
 
-// board is a kind of card: cards of one kind have the same profiles. Those with one
-// PCI ID alone may have profiles of different names.
+// board is a kind of card. All cards of one kind have the same profiles. The PCI ID alone does
+// not tell the kind: profiles of the same PCI ID may have different names.
 type board struct {
 	pci, subsystem, model string
 	memory                gpu.MiB
 }
 
-// see notes what kind of card a GPU is.
+// see records what kind of card a GPU is.
 func (p *profiles) see(d *gpu.Device) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -91,7 +91,7 @@ func (p *profiles) see(d *gpu.Device) {
 
 func (m *migSide) see(d *gpu.Device) { m.profiles.see(d) }
 
-// computeKey names a GPU instance profile of a GPU.
+// computeKey identifies a GPU instance profile of a GPU.
 type computeKey struct {
 	gpu gpu.UUID
 	id  int
@@ -100,10 +100,10 @@ type computeKey struct {
 // computeProfile is a kind of compute instance within a GPU instance.
 type computeProfile struct {
 	id, slices, max int
-	engines         int // of all kinds but multiprocessors, together
+	engines         int // copy engines and media engines together
 }
 
-// mig reads a GPU's MIG side.
+// mig reads a GPU's MIG side. It is the zero value if the GPU is not capable of MIG.
 func (side *migSide) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 	current, pending, ret := h.GetMigMode()
 	if told, err := nvmlDeviceGetMigMode.told("read the MIG mode of "+string(u), ret); !told {
@@ -122,10 +122,10 @@ func (side *migSide) mig(h nvml.Device, u gpu.UUID) (gpu.MIG, error) {
 	return m, err
 }
 
-// knownProfiles is a GPU's profiles, for the caller to keep.
+// knownProfiles returns a GPU's profiles. The caller may change the result.
 func (m *migSide) knownProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
 	m.profiles.mu.Lock()
-	kind := cmp.Or(m.profiles.boards[u], board{model: string(u)}) // its own, if no inventory has been read
+	kind := cmp.Or(m.profiles.boards[u], board{model: string(u)}) // without an inventory, a kind of its own
 	known := m.profiles.whole[kind]
 	m.profiles.mu.Unlock()
 	if known != nil {
@@ -150,16 +150,16 @@ func cloneProfiles(list []gpu.Profile) []gpu.Profile {
 	return list
 }
 
-// complete reports whether all is known of the profiles. Some drivers tell
-// placements only while MIG is on.
+// complete reports whether all is known of the profiles. Some drivers show placements only while
+// MIG is on.
 func complete(profiles []gpu.Profile) bool {
 	untold := func(p gpu.Profile) bool { return len(p.Placements) == 0 }
 	return len(profiles) > 0 && !slices.ContainsFunc(profiles, untold)
 }
 
-// readProfiles walks the driver's profile numbers until it says that there are no
-// more. Names are the driver's own: names computed from sizes are wrong on
-// some boards. Before R510 the driver tells no names and there are none here.
+// readProfiles reads the profiles number by number, up to the first number that is an invalid
+// argument. Their names are the driver's own, since names computed from sizes are wrong on some
+// boards. Before R510 the driver has no names, and the result is empty.
 func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error) {
 	if !m.has(nvmlDeviceGetGpuInstanceProfileInfoV) {
 		return nil, nil
@@ -175,7 +175,7 @@ func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error)
 			return nil, err
 		}
 		if !told {
-			continue // another model has it
+			continue // it belongs to another model
 		}
 		places, ret := h.GetGpuInstancePossiblePlacements(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID)})
 		if told, _ := nvmlDeviceGetGpuInstancePossiblePlacements.told("read the placements", ret); told {
@@ -189,9 +189,9 @@ func (m *migSide) readProfiles(h nvml.Device, u gpu.UUID) ([]gpu.Profile, error)
 	return list, nil
 }
 
-// profile reads one profile, in form 2: driver 580.159.04 on an H200 answers the newer
-// form 3 with names that are empty, or where form 2 has its name, wrong ("MIG 7g.0gb" for
-// 1g.18gb). What form 3 tells beside, nobody here needs.
+// profile reads one profile, by version 2 of the function. On an H200, driver 580.159.04 answers
+// the newer version 3 with names that are empty or wrong ("MIG 7g.0gb" for 1g.18gb). This package
+// needs none of the figures that only version 3 has.
 func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 	info, ret := h.GetGpuInstanceProfileInfoV(number).V2()
 	return gpu.Profile{
@@ -204,19 +204,19 @@ func profile(h nvml.Device, number int) (gpu.Profile, nvml.Return) {
 	}, ret
 }
 
-// profileName drops the word that some drivers put before "1g.10gb".
+// profileName removes the prefix "MIG " that some drivers put before "1g.10gb".
 func profileName(c []int8) string { return strings.TrimPrefix(text(c), "MIG ") }
 
-// instances lists what exists on a GPU in MIG mode, by placement: one entry
-// for each compute instance, and one with CI -1 and no UUID for a GPU instance
-// that has none. What comes or goes meanwhile is in it or not.
+// instances lists the instances of a GPU in MIG mode, by placement: one entry for each compute
+// instance, and one with CI -1 and no UUID for a GPU instance without any. An instance that comes
+// or goes meanwhile may be missing or not.
 func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (list []gpu.Instance, err error) {
-	own := m.gates.card(u)
+	own := m.locks.ofGPU(u)
 	for failed, crossed := 0, 0; failed < mostReadings && crossed < mostCrossed; {
 		before := own.Moves()
-		// An instance that goes away between two questions about it makes the
-		// second one wrong, and not the GPU. And of the dozens of questions one may
-		// fail as any call may: a GPU that cannot be read gives nothing out.
+		// If an instance goes away between two calls about it, the second call fails, though the
+		// GPU is sound. Also, any of the dozens of calls may fail once. A GPU that cannot be read
+		// takes no new pods, so all is read again.
 		list, err = m.readInstances(h, u, profiles)
 		if !errors.Is(err, gpu.ErrNotFound) && !errors.Is(err, gpu.ErrInvalid) && !errors.Is(err, gpu.ErrDriver) {
 			break
@@ -231,7 +231,7 @@ func (m *migSide) instances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) (
 }
 
 func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpu.Instance, error) {
-	standing, err := m.standing(h, u, profiles)
+	standing, err := m.gpuInstances(h, u, profiles)
 	if err != nil || len(standing) == 0 {
 		return nil, err
 	}
@@ -266,26 +266,25 @@ func (m *migSide) readInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profil
 	return all, nil
 }
 
-// standing is a GPU instance that exists.
-type standing struct {
+// gpuInstance is a GPU instance that exists.
+type gpuInstance struct {
 	gi      nvml.GpuInstance
 	id      int
 	profile gpu.Profile
 	at      gpu.Placement
 }
 
-// standing lists the GPU instances on a GPU. The driver lists those of one
-// profile at a time; profiles that have no room beside what was found need not
-// be asked for.
-func (m *migSide) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]standing, error) {
-	var found []standing
+// gpuInstances lists the GPU instances on a GPU. The driver lists them profile by profile. A
+// profile that has no room beside the instances found so far is left out.
+func (m *migSide) gpuInstances(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([]gpuInstance, error) {
+	var found []gpuInstance
 	for _, p := range profiles {
 		if len(p.Placements) > 0 && !slices.ContainsFunc(p.Placements, func(at gpu.Placement) bool {
-			return !slices.ContainsFunc(found, func(s standing) bool { return overlap(s.at, at) })
+			return !slices.ContainsFunc(found, func(s gpuInstance) bool { return overlap(s.at, at) })
 		}) {
 			continue
 		}
-		own, err := m.standingOf(h, u, p)
+		own, err := m.gpuInstancesOf(h, u, p)
 		if err != nil {
 			return nil, err
 		}
@@ -296,20 +295,20 @@ func (m *migSide) standing(h nvml.Device, u gpu.UUID, profiles []gpu.Profile) ([
 
 func overlap(a, b gpu.Placement) bool { return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size }
 
-// standingOf lists the GPU instances of one profile.
-func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standing, error) {
+// gpuInstancesOf lists the GPU instances of one profile.
+func (m *migSide) gpuInstancesOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]gpuInstance, error) {
 	list, ret := h.GetGpuInstances(&nvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Max)})
 	if err := nvmlDeviceGetGpuInstances.failed(fmt.Sprintf("list the %s instances of %s", p.Name, u), ret); err != nil {
 		return nil, err
 	}
-	var found []standing
+	var found []gpuInstance
 	for _, gi := range list {
 		s, err := describe(gi, fmt.Sprintf("a %s instance of %s", p.Name, u))
 		if err != nil {
 			return nil, err
 		}
 		if s.profile.ID != p.ID {
-			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d is another's now",
+			return nil, fmt.Errorf("a %s instance of %s: %w: its number %d belongs to another one now",
 				p.Name, u, gpu.ErrNotFound, s.id)
 		}
 		s.profile = p
@@ -318,23 +317,23 @@ func (m *migSide) standingOf(h nvml.Device, u gpu.UUID, p gpu.Profile) ([]standi
 	return found, nil
 }
 
-// describe reads all but the profile of a GPU instance.
-func describe(gi nvml.GpuInstance, what string) (standing, error) {
+// describe reads a GPU instance: of its profile only the ID.
+func describe(gi nvml.GpuInstance, what string) (gpuInstance, error) {
 	info, ret := gi.GetInfo()
-	return standing{
+	return gpuInstance{
 		gi: gi, id: int(info.Id), profile: gpu.Profile{ID: int(info.ProfileId)},
 		at: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)},
 	}, nvmlGpuInstanceGetInfo.failed("read "+what, ret)
 }
 
-// devices lists the compute instances that stand in GPU instances, without
-// whether they are busy: those are what the driver calls MIG devices.
-func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Instance, error) {
+// devices lists the compute instances in GPU instances; the driver calls them MIG devices. Busy
+// is not set.
+func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []gpuInstance) ([]gpu.Instance, error) {
 	most, ret := h.GetMaxMigDeviceCount()
 	if err := nvmlDeviceGetMaxMigDeviceCount.failed("count the MIG devices of "+string(u), ret); err != nil {
 		return nil, err
 	}
-	room := 0 // compute slices that no device was found for
+	room := 0 // compute slices without a device so far
 	for _, s := range in {
 		room += s.profile.Slices
 	}
@@ -342,7 +341,7 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 	for seat := 0; seat < most && room > 0; seat++ {
 		dev, ret := h.GetMigDeviceHandleByIndex(seat)
 		if ret == nvml.ERROR_NOT_FOUND || ret == nvml.ERROR_INVALID_ARGUMENT {
-			continue // an empty seat
+			continue // no device has this index
 		}
 		what := fmt.Sprintf("MIG device %d of %s", seat, u)
 		if err := nvmlDeviceGetMigDeviceHandleByIndex.failed("find "+what, ret); err != nil {
@@ -352,9 +351,9 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 		if err := nvmlDeviceGetGpuInstanceId.failed("read the GPU instance of "+what, ret); err != nil {
 			return nil, err
 		}
-		at := slices.IndexFunc(in, func(s standing) bool { return s.id == gi })
+		at := slices.IndexFunc(in, func(s gpuInstance) bool { return s.id == gi })
 		if at < 0 {
-			continue // it came after its place was looked at
+			continue // the GPU instance was created after the list was read
 		}
 		found, computeSlices, err := m.migDevice(dev, what, in[at])
 		if err != nil {
@@ -366,9 +365,10 @@ func (m *migSide) devices(h nvml.Device, u gpu.UUID, in []standing) ([]gpu.Insta
 	return all, nil
 }
 
-// migDevice reads a MIG device in a GPU instance, and how many compute slices it
-// has.
-func (m *migSide) migDevice(dev nvml.Device, what string, s standing) (in gpu.Instance, computeSlices int, err error) {
+// migDevice reads a MIG device in a GPU instance, and its number of compute slices.
+func (m *migSide) migDevice(
+	dev nvml.Device, what string, s gpuInstance,
+) (in gpu.Instance, computeSlices int, err error) {
 	in = gpu.Instance{Profile: s.profile.Name, Placement: s.at, GI: s.id}
 	var ret nvml.Return
 	if in.CI, ret = dev.GetComputeInstanceId(); ret != nvml.SUCCESS {

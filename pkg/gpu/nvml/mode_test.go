@@ -14,11 +14,11 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 )
 
 // mocked is a driver of one GPU, "GPU-0", whose every call is the test's.
-func mocked(t *testing.T, card nvml.Device, missing ...string) *rooms {
+func mocked(t *testing.T, card nvml.Device, missing ...string) *components {
 	t.Helper()
 	lib := &mock.Interface{
 		ExtensionsFunc: func() nvml.ExtendedInterface { return without(missing) },
@@ -29,7 +29,7 @@ func mocked(t *testing.T, card nvml.Device, missing ...string) *rooms {
 			return card, nvml.SUCCESS
 		},
 	}
-	d := newRooms(&session{lib: lib, library: "libnvidia-ml.so.1", gates: newGates(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
+	d := newComponents(&session{lib: lib, library: "libnvidia-ml.so.1", locks: newLocks(), stopped: t.Context(), log: slog.New(slog.DiscardHandler)})
 	three := gpu.Profile{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: []gpu.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}}
 	d.profiles.whole = map[board][]gpu.Profile{{model: "GPU-0"}: {three}}
 	return d
@@ -57,14 +57,14 @@ func TestSetMIGModeAnswers(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			calls := 0
-			var d *rooms
+			var d *components
 			card := &mock.Device{
 				SetMigModeFunc: func(mode int) (nvml.Return, nvml.Return) {
 					if mode != nvml.DEVICE_MIG_ENABLE {
 						t.Errorf("mode %d", mode)
 					}
-					if waiting := d.gates.sets.TryJoin(); waiting {
-						d.gates.sets.Part()
+					if waiting := d.locks.waiting.TryRLock(); waiting {
+						d.locks.waiting.RUnlock()
 						if calls > 0 {
 							t.Error("tried again while events may be waited for")
 						}
@@ -83,7 +83,7 @@ func TestSetMIGModeAnswers(t *testing.T) {
 			if err != nil && !strings.Contains(err.Error(), "switch MIG on on GPU-0") {
 				t.Errorf("%v does not say what was tried", err)
 			}
-			if !d.gates.outside.TrySeize() || !d.gates.sets.TrySeize() {
+			if !d.locks.handles.TryLock() || !d.locks.waiting.TryLock() {
 				t.Error("a room is kept")
 			}
 		})
@@ -198,26 +198,26 @@ func TestWorkIsOnePerGPU(t *testing.T) {
 	}
 	// However long it lasts it is not taken for hung, and nobody gets the library
 	// alone meanwhile.
-	short, cancel := context.WithTimeout(t.Context(), door.HungAfter+door.HungAfter/2)
+	short, cancel := context.WithTimeout(t.Context(), ctxlock.HungAfter+ctxlock.HungAfter/2)
 	defer cancel()
 	if _, err := work(short, d.session, "GPU-0", "read GPU-0", answer(5)); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "create 3g.40gb@4 on GPU-0") {
 		t.Errorf("refused, before its own time was over: %v", err)
 	}
-	if d.gates.outside.TrySeize() {
+	if d.locks.handles.TryLock() {
 		t.Error("the library can be initialised anew under the work")
 	}
 	close(out)
 	if err := <-next; err != nil {
 		t.Errorf("the one in line: %v", err)
 	}
-	if err := d.gates.outside.Seize(t.Context()); err != nil {
+	if err := d.locks.handles.Lock(t.Context()); err != nil {
 		t.Error(err)
 	}
 }
 
 // Who has to wait for a wait for events has to do so once.
 func TestHurry(t *testing.T) {
-	d := newRooms(&session{opts: Options{EventWait: time.Hour}})
+	d := newComponents(&session{opts: Options{EventWait: time.Hour}})
 	if got := d.eventWait(); got != time.Hour {
 		t.Errorf("waits %s for events", got)
 	}

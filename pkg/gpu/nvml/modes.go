@@ -12,10 +12,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// modes is the room of Modes.
+// modes changes how a GPU as a whole works.
 type modes struct {
 	*session
-	*bell
+	*requests
 }
 
 func (m *modes) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
@@ -28,12 +28,12 @@ func (m *modes) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 	_, err := work(ctx, m.session, u, what, onGPU(m.session, u, func(h nvml.Device) (none struct{}, _ error) {
 		activation, ret := h.SetMigMode(mode)
 		if ret == nvml.ERROR_IN_USE || ret == nvml.SUCCESS && activation == nvml.ERROR_IN_USE {
-			// The client in the way may be this process, which waits for events.
-			if err := m.gates.sets.Seize(ctx); err != nil {
+			// The client that is in the way may be this process, which waits for events.
+			if err := m.locks.waiting.Lock(ctx); err != nil {
 				return none, fmt.Errorf("stop waiting for events: %w", err)
 			}
 			activation, ret = h.SetMigMode(mode)
-			m.gates.sets.Yield()
+			m.locks.waiting.Unlock()
 		}
 		if err := nvmlDeviceSetMigMode.refused(ret); err != nil {
 			if errors.Is(err, gpu.ErrInUse) {
@@ -43,7 +43,7 @@ func (m *modes) SetMIGMode(ctx context.Context, u gpu.UUID, on bool) error {
 		}
 		if activation == nvml.SUCCESS {
 			select {
-			case m.again <- struct{}{}: // the driver may have forgotten what was registered
+			case m.again <- struct{}{}: // the driver may have forgotten which GPUs were registered
 			default:
 			}
 			return none, nil

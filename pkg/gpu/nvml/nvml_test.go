@@ -128,7 +128,7 @@ func TestSeenByHost(t *testing.T) {
 }
 
 // standIn is a driver root whose nvidia-smi is a shell script.
-func standIn(t *testing.T, script string) *rooms {
+func standIn(t *testing.T, script string) *components {
 	t.Helper()
 	root := t.TempDir()
 	if script != "" {
@@ -141,7 +141,7 @@ func standIn(t *testing.T, script string) *rooms {
 	}
 	stopped, stop := context.WithCancel(context.Background())
 	t.Cleanup(stop)
-	return newRooms(&session{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, gates: newGates()})
+	return newComponents(&session{opts: Options{DriverRoot: root}, library: filepath.Join(root, "usr/lib64/libnvidia-ml.so.1"), stopped: stopped, stop: stop, locks: newLocks()})
 }
 
 func TestSetTimeSliceRunsTheDriversTool(t *testing.T) {

@@ -17,16 +17,24 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// leftOut are NVIDIA's hooks that would let a container say what happens to it:
-// the first reads memory limits from its environment, the second puts the
-// driver libraries that its image brings before the host's. Caps are the
-// agent's to set.
+// leftOut are NVIDIA's hooks that would let a container decide what it gets. The first
+// reads memory limits from its environment; the second puts driver libraries of its image before
+// the host's. Only the agent sets limits.
+//
+// All else of NVIDIA's list stays, so that a container sees what it would see under NVIDIA's
+// toolkit. Of the hooks these are:
+//
+//   - update-ldcache and create-symlinks, by which libcuda.so.1 is found.
+//   - disable-device-node-modification, which keeps nvidia-smi inside a container from making nodes
+//     of other GPUs. It reads only the host's driver parameters.
+//   - update-application-profile, which keeps EGL and Vulkan from listing GPUs whose nodes the
+//     container lacks. It reads only those nodes.
 var leftOut = []string{"apply-cuda-memory-limits", string(nvcdi.EnableCudaCompatHook)}
 
-// needed are the device nodes without which no CUDA program starts.
+// needed are the device nodes that every CUDA program needs.
 var needed = []string{"/dev/nvidiactl", "/dev/nvidia-uvm"}
 
-// partsReader has NVIDIA's generator say what containers need.
+// partsReader lists what containers need, by NVIDIA's generator.
 type partsReader struct{ *session }
 
 func (r *partsReader) Parts(ctx context.Context) (cdi.Parts, error) {
@@ -52,14 +60,15 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 		nvcdi.WithDevRoot(r.opts.DevRoot),
 		nvcdi.WithNVIDIACDIHookPath(r.opts.Hook),
 		nvcdi.WithDisabledHooks(leftOut...),
-		// It would load another of the driver's libraries into the process,
-		// beside the one door.
+		// It would load one more library of the driver into the process, whose calls no lock
+		// guards.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 	)
 	if err != nil {
 		return none, fmt.Errorf("look at the driver below %s: %w: %v", r.opts.DriverRoot, gpu.ErrDriver, err)
 	}
-	// NVIDIA's errors may wrap the driver's codes, which stay here: hence %v.
+	// NVIDIA's errors may wrap the driver's return codes, which must not leave this package:
+	// hence %v.
 	common, err := generator.GetCommonEdits()
 	if err != nil {
 		return none, fmt.Errorf("find the driver's files below %s: %w: %v", r.opts.DriverRoot, gpu.ErrNoDriver, err)
@@ -86,7 +95,7 @@ func (r *partsReader) parts(ctx context.Context) (cdi.Parts, error) {
 	return parts, nil
 }
 
-// deviceParts finds the nodes of the GPU at an index.
+// deviceParts returns the UUID and the device nodes of the GPU at an index.
 func (r *partsReader) deviceParts(
 	generator nvcdi.Interface, index int,
 ) (u gpu.UUID, none specs.ContainerEdits, err error) {
@@ -94,8 +103,7 @@ func (r *partsReader) deviceParts(
 	if err != nil {
 		return u, none, err
 	}
-	// The generator takes the minor number from the same call; ours keeps the
-	// driver's reason in terms that a reader can act on.
+	// The generator makes the same call; this one is for an error that a reader can act on.
 	minor, ret := h.GetMinorNumber()
 	if err := nvmlDeviceGetMinorNumber.failed("read the minor number of "+string(u), ret); err != nil {
 		return u, none, err
@@ -114,7 +122,7 @@ func (r *partsReader) deviceParts(
 	return u, edits, nil
 }
 
-// usable refuses a driver that containers could not use.
+// usable fails if containers could not use the driver.
 func (r *partsReader) usable(common specs.ContainerEdits) error {
 	if !slices.ContainsFunc(common.Mounts, func(m *specs.Mount) bool {
 		return strings.HasPrefix(filepath.Base(m.ContainerPath), "libcuda.so.")
@@ -136,8 +144,9 @@ func hasNode(edits specs.ContainerEdits, path string) bool {
 	return slices.ContainsFunc(edits.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == path })
 }
 
-// seenByHost turns what the agent sees into what the host does, and leaves the
-// numbers of device nodes to the runtime.
+// seenByHost turns the agent's paths into the host's. It removes the numbers of device nodes: the
+// runtime reads them when it makes the container. So a kernel module that was loaded again with
+// another major number does no harm.
 func (s *session) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 	hostDev := "/"
 	if s.opts.DevRoot == s.opts.DriverRoot {
@@ -148,13 +157,13 @@ func (s *session) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 	}
 	for _, n := range edits.DeviceNodes {
 		if n.HostPath = rebase(cmp.Or(n.HostPath, n.Path), s.opts.DevRoot, hostDev); n.HostPath == n.Path {
-			n.HostPath = "" // the same, and an older CDI version can say it
+			n.HostPath = "" // they are equal, and without HostPath an older CDI version is enough
 		}
 		n.Type, n.Major, n.Minor = "", 0, 0
 	}
 	for _, h := range edits.Hooks {
-		// --link <target>::<link>: the generator leaves our root of device
-		// nodes in links that the hook makes inside the container.
+		// For --link <target>::<link>, the generator leaves the agent's root of device nodes in
+		// links that the hook makes inside the container.
 		for i, arg := range h.Args {
 			if target, link, ok := strings.Cut(arg, "::"); ok {
 				h.Args[i] = rebase(target, s.opts.DevRoot, "/") + "::" + rebase(link, s.opts.DevRoot, "/")
@@ -164,8 +173,8 @@ func (s *session) seenByHost(edits specs.ContainerEdits) specs.ContainerEdits {
 	return edits
 }
 
-// rebase moves a path from below one root to below another. What is not below
-// the first stays where it is.
+// rebase moves a path from below the directory from to below the directory to. A path elsewhere
+// stays as it is.
 func rebase(path, from, to string) string {
 	if from == to || !filepath.IsAbs(path) {
 		return path

@@ -20,16 +20,16 @@ import (
 )
 
 const (
-	// resetWait ends a reset that does not. One takes seconds.
+	// resetWait ends a reset that hangs. A reset takes seconds.
 	resetWait = 2 * time.Minute
-	// othersWait bounds how long a reset waits for work on MIG that is under way:
-	// what comes after it waits as well.
+	// othersWait bounds how long a reset waits for MIG work that is under way. Other work waits
+	// behind the reset.
 	othersWait = time.Minute
-	// takeUpWait bounds, and takeUpPause spaces, attempts to initialise the driver
-	// after a reset.
-	takeUpWait  = 10 * time.Second
-	takeUpPause = 100 * time.Millisecond
-	// mostClients bounds how many clients of a GPU an error names.
+	// reinitialiseWait bounds the attempts to initialise the driver after a reset, and
+	// reinitialisePause is the pause between two.
+	reinitialiseWait  = 10 * time.Second
+	reinitialisePause = 100 * time.Millisecond
+	// mostClients bounds how many clients of a GPU an error lists.
 	mostClients = 8
 )
 
@@ -41,18 +41,18 @@ func (m *modes) Reset(ctx context.Context, u gpu.UUID) error {
 	}
 	soon, cancel := context.WithTimeout(ctx, othersWait)
 	defer cancel()
-	if err := m.gates.outside.Seize(soon); err != nil {
-		return fmt.Errorf("%s: %w: %s", what, err, m.gates.inFlight())
+	if err := m.locks.handles.Lock(soon); err != nil {
+		return fmt.Errorf("%s: %w: %s", what, err, m.locks.inFlight())
 	}
-	if err := m.gates.sets.Seize(ctx); err != nil {
-		m.gates.outside.Yield()
+	if err := m.locks.waiting.Lock(ctx); err != nil {
+		m.locks.handles.Unlock()
 		return fmt.Errorf("%s: stop waiting for events: %w", what, err)
 	}
 	release := func() {
-		m.gates.sets.Yield()
-		m.gates.outside.Yield()
+		m.locks.waiting.Unlock()
+		m.locks.handles.Unlock()
 	}
-	return m.explained(m.alone(ctx, what, release, func() error {
+	return m.explained(m.exclusive(ctx, what, release, func() error {
 		if m.stopped.Err() != nil {
 			return fmt.Errorf("%s: %w", what, errClosed)
 		}
@@ -60,7 +60,7 @@ func (m *modes) Reset(ctx context.Context, u gpu.UUID) error {
 	}))
 }
 
-// reset has the library to itself.
+// reset resets a GPU. All locks are held, so no other call of the library runs.
 func (m *modes) reset(what string, u gpu.UUID) error {
 	h, err := m.handle(u)
 	if err != nil {
@@ -68,10 +68,10 @@ func (m *modes) reset(what string, u gpu.UUID) error {
 	}
 	minor, ret := h.GetMinorNumber()
 	if ret != nvml.SUCCESS {
-		minor = -1 // a GPU that is broken may be reset
+		minor = -1 // a broken GPU may be reset too
 	}
-	if err := m.shutdown(what + ": let go of the driver"); err != nil {
-		return errors.Join(err, m.takeUp(what))
+	if err := m.shutdown(what + ": shut the driver down"); err != nil {
+		return errors.Join(err, m.reinitialise(what))
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), resetWait)
 	defer cancel()
@@ -79,30 +79,30 @@ func (m *modes) reset(what string, u gpu.UUID) error {
 	if errors.Is(err, gpu.ErrInUse) {
 		err = fmt.Errorf("%w; %s", err, m.clients(minor))
 	}
-	return errors.Join(err, m.takeUp(what))
+	return errors.Join(err, m.reinitialise(what))
 }
 
-// takeUp initialises the driver after a reset, and tries for a while: the card may not
-// be ready at once, and without a driver every GPU of the node is down.
-func (m *modes) takeUp(what string) error {
+// reinitialise initialises the driver after a reset. It tries for reinitialiseWait: the card may
+// not be ready at once, and without a driver all GPUs of the node are down.
+func (m *modes) reinitialise(what string) error {
 	var err error
 	for began := time.Now(); ; {
 		if err = m.initialised(); err == nil {
 			return nil
 		}
-		if m.stopped.Err() != nil || time.Since(began) > takeUpWait {
+		if m.stopped.Err() != nil || time.Since(began) > reinitialiseWait {
 			return fmt.Errorf("%s: %w", what, err)
 		}
 		m.log.Warn("cannot initialise the driver after a reset; trying again", "err", err)
 		select {
 		case <-m.stopped.Done():
-		case <-time.After(takeUpPause):
+		case <-time.After(reinitialisePause):
 		}
 	}
 }
 
-// resetMeaning is the sentinel for nvidia-smi's refusal of a reset. nvidia-smi says in
-// words that a GPU is in use, and exits with NVML's code for that or a general one.
+// resetMeaning returns the error of package gpu for nvidia-smi's refusal of a reset. For a GPU in
+// use, nvidia-smi prints so, and exits with NVML's code for that or with a general one.
 func resetMeaning(status int, said string) error {
 	said = strings.ToLower(said)
 	if status == int(nvml.ERROR_IN_USE) || strings.Contains(said, "in use") || strings.Contains(said, "being used") {
@@ -117,9 +117,9 @@ func resetMeaning(status int, said string) error {
 	return gpu.ErrDriver
 }
 
-// clients says which processes have the node of a GPU open, as far as they can be
-// seen: the driver lists those that compute or draw, and monitors are in the way
-// of a reset too.
+// clients lists the processes that have the node of a GPU open, as far as they can be seen. The
+// driver's list would not do: it has only processes that compute or draw, and monitors block a
+// reset too.
 func (m *modes) clients(minor int) string {
 	const unseen = "end the processes that have it open"
 	if minor < 0 {
@@ -137,7 +137,7 @@ func (m *modes) clients(minor int) string {
 		}
 	}
 	if len(pids) == 0 {
-		return unseen + "; none is seen from here (hostPID, --proc-root)"
+		return unseen + "; the agent sees none of them (hostPID, --proc-root)"
 	}
 	slices.Sort(pids)
 	var named []string
@@ -151,12 +151,13 @@ func (m *modes) clients(minor int) string {
 	return fmt.Sprintf("%s is open in %s: end them", path, strings.Join(named, ", "))
 }
 
-// hasOpen says whether a process has a device open.
+// hasOpen reports whether a process has a device open.
 func (m *modes) hasOpen(pid string, device uint64) bool {
 	dir := filepath.Join(m.opts.ProcRoot, pid, "fd")
 	for _, fd := range names(dir) {
 		file := filepath.Join(dir, fd)
-		// Most descriptors are no device of the driver's: their names are cheaper.
+		// Most descriptors are not of the driver's devices, and reading the link is cheaper than
+		// stat.
 		if link, err := os.Readlink(file); err != nil || !strings.Contains(link, "nvidia") {
 			continue
 		}

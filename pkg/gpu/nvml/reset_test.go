@@ -45,7 +45,7 @@ func TestResetMeaning(t *testing.T) {
 // Clients are found by the device that they have open, under whatever name.
 func TestClients(t *testing.T) {
 	root := t.TempDir()
-	d := newRooms(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
+	d := newComponents(&session{opts: Options{DevRoot: root, ProcRoot: filepath.Join(root, "proc")}})
 	dev := func(name string, minor uint32) string {
 		t.Helper()
 		path := filepath.Join(root, "dev", name)
@@ -75,7 +75,7 @@ func TestClients(t *testing.T) {
 	null := filepath.Join(root, "dev/null-nvidia")
 	write(t, null, "")
 	opens(70, "bash", null, other)
-	if got := d.clients(3); !strings.Contains(got, "none is seen") {
+	if got := d.clients(3); !strings.Contains(got, "sees none of them") {
 		t.Errorf("nobody has it open: %s", got)
 	}
 	opens(1200, "dcgm-exporter", null, other, own)

@@ -18,35 +18,39 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/pkg/gpu"
-	"example.com/gpu-agent/pkg/gpu/nvml/internal/door"
+	"example.com/gpu-agent/pkg/gpu/nvml/internal/ctxlock"
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// sysWait bounds a look at sysfs. All of it is memory but the state of network
-// ports, for which the kernel asks the card's firmware.
+// sysWait bounds a reading of sysfs. The kernel has almost all of it in memory. But for the state
+// of network ports it asks the card's firmware.
 const sysWait = time.Second
 
-// machine is what the kernel says about the machine and about where GPUs are in it. It
-// is read outside the driver's door: reading it is no call to the driver, and a network
-// card that hangs must not look like a GPU that hangs.
+// machine reads what the kernel knows of the machine, and of where GPUs are in it. It does not
+// use the driver's locks: it makes no call of the driver, and a network card that hangs must not
+// look like a GPU that hangs.
+//
+// A reading hangs if the firmware of a network card does. Then an inventory waits for sysWait and
+// reads all but the network cards; these stay as they were. While the first reading hangs, later
+// inventories do not wait for it.
 type machine struct {
-	all, cardless *door.Door // for readings with and without network cards
+	all, cardless *ctxlock.Mutex // for readings with and without network cards
 
 	mu sync.Mutex
-	// Guarded by mu; as last read:
+	// Guarded by mu, as last read:
 	rest gpu.Inventory           // all but the GPUs
-	gpus map[gpu.UUID]gpu.Device // where they are, and what kind of PCI device
-	// silent says that network cards could not be read, which is logged once.
+	gpus map[gpu.UUID]gpu.Device // their places, and what kind of PCI device they are
+	// silent is true while network cards cannot be read. That is logged once.
 	silent bool
 }
 
 func newMachine() *machine {
-	return &machine{all: door.New(), cardless: door.New(), gpus: map[gpu.UUID]gpu.Device{}}
+	return &machine{all: ctxlock.NewMutex(), cardless: ctxlock.NewMutex(), gpus: map[gpu.UUID]gpu.Device{}}
 }
 
-// place adds to an inventory what the kernel knows. What the kernel cannot say now, as
-// about a GPU that fell off the bus, stays as it was. The error wraps gpu.ErrTimeout if
-// ctx ends first.
+// place adds to an inventory what the kernel knows. Facts that the kernel does not have now, as
+// about a GPU that fell off the bus, stay as they were. The error wraps gpu.ErrTimeout if ctx
+// ends first.
 func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	if ctx.Err() != nil { // the caller has left
 		return fmt.Errorf("read %s: %w: %w", s.opts.SysRoot, gpu.ErrTimeout, context.Cause(ctx))
@@ -65,7 +69,7 @@ func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	defer m.mu.Unlock()
 	if silent != nil && !m.silent {
 		what := "network cards do not answer the kernel"
-		if err != nil { // the reading without them failed too
+		if err != nil { // the reading without network cards failed too
 			what = "the kernel does not answer in " + s.opts.SysRoot
 		}
 		s.log.Warn(what+"; the last answer stays in use", "within", sysWait)
@@ -95,9 +99,9 @@ func (s *survey) place(ctx context.Context, inv *gpu.Inventory) error {
 	return nil
 }
 
-// read reads sysfs through a door, of the GPUs of an inventory.
-func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
-	// A copy: the reading may go on after the caller has left.
+// read reads sysfs for the GPUs of an inventory, with the lock at held.
+func (m *machine) read(ctx context.Context, at *ctxlock.Mutex, sys fs.FS, inv *gpu.Inventory) (gpu.Inventory, error) {
+	// A copy, since the reading may go on after the caller has left.
 	asked := gpu.Inventory{GPUs: make([]gpu.Device, len(inv.GPUs))}
 	m.mu.Lock()
 	for i, dev := range inv.GPUs {
@@ -109,7 +113,7 @@ func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.I
 	m.mu.Unlock()
 	ctx, cancel := context.WithTimeout(ctx, sysWait)
 	defer cancel()
-	return door.Through(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
+	return ctxlock.Do(ctx, at, "read sysfs", func() (gpu.Inventory, error) {
 		topology.Read(sys, &asked)
 		asked.Load = loaded(sys)
 		for i := range asked.GPUs {
@@ -119,10 +123,10 @@ func (m *machine) read(ctx context.Context, at *door.Door, sys fs.FS, inv *gpu.I
 	}, nil)
 }
 
-// loaded names the loading of the driver: sysfs makes the module's directory anew for each, and
-// numbers its directories one after the other (kernfs, since Linux 4.13; before, a number may
-// come again, and then a new loading looks like the old one). It is empty where there is no
-// such directory.
+// loaded returns a text that differs for each time that the driver's module was loaded, or an
+// empty one if the module has no directory in sysfs. The text is the directory's inode number.
+// sysfs makes the directory anew each time and numbers inodes one after the other (kernfs, since
+// Linux 4.13). Before that a number may come again, and then two times look like one.
 func loaded(sys fs.FS) string {
 	info, err := fs.Stat(sys, "module/nvidia")
 	if err != nil {
@@ -147,7 +151,7 @@ func (w withoutCards) Open(name string) (fs.File, error) {
 func (w withoutCards) ReadLink(name string) (string, error)   { return fs.ReadLink(w.FS, name) }
 func (w withoutCards) Lstat(name string) (fs.FileInfo, error) { return fs.Lstat(w.FS, name) }
 
-// cards is where sysfs lists RDMA network cards.
+// cards is the directory of RDMA network cards in sysfs.
 const cards = "class/infiniband"
 
 func cloneNUMA(list []gpu.NUMANode) []gpu.NUMANode {
@@ -166,8 +170,8 @@ func cloneNICs(list []gpu.NIC) []gpu.NIC {
 	return list
 }
 
-// readPCI reads what kind of PCI device a GPU is, once: asking a card for its
-// configuration is no reading of memory.
+// readPCI reads what kind of PCI device a GPU is. It does so once for each GPU, since the kernel
+// must ask the card for its configuration.
 func readPCI(sys fs.FS, dev *gpu.Device) {
 	addr, ok := topology.SysfsAddress(dev.PCI)
 	if !ok || dev.PCIClass != "" {
@@ -184,9 +188,8 @@ func readPCI(sys fs.FS, dev *gpu.Device) {
 	}
 }
 
-// Offsets in a PCI device's configuration space, and the one kind of capability
-// that is the vendor's own affair (PCI Local Bus Specification 3.0, section 6 and
-// appendix H).
+// Offsets in a PCI device's configuration space, and the kind of capability whose meaning is the
+// vendor's (PCI Local Bus Specification 3.0, section 6 and appendix H).
 const (
 	configStatus       = 0x06
 	statusCapabilities = 1 << 4
@@ -194,17 +197,17 @@ const (
 	vendorSpecific     = 0x09
 )
 
-// vgpu finds in a configuration space the vendor's capability by which a virtual
-// GPU makes itself known, "VF", and in it the record 0 with version and branch of
-// the driver on the host, ten characters each. A process without privileges sees only
-// the first 64 bytes, and then the result is nil.
+// vgpu returns the host driver's version and branch of a virtual GPU, or nil for another GPU. It
+// reads them from the configuration space: from record 0 of the vendor's capability "VF", ten
+// characters each. A process without privileges sees only the first 64 bytes, and then the result
+// is nil.
 func vgpu(config []byte) *gpu.VGPU {
 	if len(config) < 256 || config[configStatus]&statusCapabilities == 0 {
 		return nil
 	}
 	config = config[:256]
 	at := int(config[configCapabilities])
-	for range len(config) / 4 { // a list that runs in circles
+	for range len(config) / 4 { // a bound, since the list may be a circle
 		if at == 0 || at+3 > len(config) {
 			return nil
 		}

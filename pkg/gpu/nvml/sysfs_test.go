@@ -128,7 +128,7 @@ func laySysfs(t *testing.T, root string, files map[string]string) {
 }
 
 // placed is an inventory of one GPU, with what the kernel says.
-func placed(t *testing.T, d *rooms, fault string) gpu.Inventory {
+func placed(t *testing.T, d *components, fault string) gpu.Inventory {
 	t.Helper()
 	node := 2 // the driver's word
 	inv := gpu.Inventory{GPUs: []gpu.Device{{UUID: "GPU-0", PCI: "00000000:07:00.0", NUMA: &node, Fault: fault}}}
@@ -148,9 +148,9 @@ func expectPlace(t *testing.T, name string, inv gpu.Inventory, numa int, cpus, c
 	*got.NUMA = -7 // a caller may do with its copy what it likes
 }
 
-func sysfsDriver(t *testing.T) (*rooms, string) {
+func sysfsDriver(t *testing.T) (*components, string) {
 	root := t.TempDir()
-	return newRooms(&session{opts: Options{SysRoot: root}, log: slog.New(slog.NewTextHandler(t.Output(), nil))}), root
+	return newComponents(&session{opts: Options{SysRoot: root}, log: slog.New(slog.NewTextHandler(t.Output(), nil))}), root
 }
 
 // What the kernel said of a GPU that fell off the bus stays; of one that sysfs does

@@ -16,14 +16,13 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// toolDirs is where distributions put the driver's programs, below its root.
+// toolDirs are the directories below the driver's root where distributions put its programs.
 var toolDirs = []string{"usr/bin", "bin", "usr/sbin", "sbin", "usr/local/bin", "usr/local/nvidia/bin"}
 
-// toolGrace is how long a program that was told to end may keep its output
-// open.
+// toolGrace is how long a program may keep its output open after it was told to end.
 const toolGrace = time.Second
 
-// steps are the arguments of nvidia-smi compute-policy --set-timeslice.
+// steps are the arguments of nvidia-smi compute-policy --set-timeslice, by their number.
 var steps = []gpu.TimeSlice{gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong}
 
 func (m *modes) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error {
@@ -35,15 +34,15 @@ func (m *modes) SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlic
 	if step < 0 {
 		return fmt.Errorf("%s: want one of %q: %w", what, steps, gpu.ErrInvalid)
 	}
-	if err := m.gates.outside.Join(ctx); err != nil { // the program is a client too
+	if err := m.locks.handles.RLock(ctx); err != nil { // the program is a client too
 		return fmt.Errorf("%s: %w: the driver is being initialised anew, or a GPU reset", what, err)
 	}
-	defer m.gates.outside.Part()
+	defer m.locks.handles.RUnlock()
 	return m.smi(ctx, what, toolMeaning, "compute-policy", "-i", string(u), "--set-timeslice", fmt.Sprint(step))
 }
 
-// smi runs the driver's nvidia-smi. An error carries the program's words, and the
-// sentinel that meaning finds for its exit status and them.
+// smi runs the driver's nvidia-smi. If that fails, the error has the program's output, and wraps
+// what meaning returns for exit status and output.
 func (s *session) smi(
 	ctx context.Context, what string, meaning func(status int, said string) error, args ...string,
 ) error {
@@ -71,7 +70,7 @@ func (s *session) smi(
 	return fmt.Errorf("%s: %w (%s: %v: %q)", what, meaning(exit.ExitCode(), said), tool, exit, said)
 }
 
-// toolMeaning is the sentinel for an exit status of nvidia-smi, as its manual
+// toolMeaning returns the error of package gpu for an exit status of nvidia-smi, as its manual
 // page lists them.
 func toolMeaning(status int, _ string) error {
 	switch status {
@@ -84,8 +83,8 @@ func toolMeaning(status int, _ string) error {
 	case 15:
 		return gpu.ErrLost
 	}
-	// 2: an nvidia-smi without compute-policy; 3: the card; 13: the library;
-	// the rest: refused for reasons that its words tell.
+	// 2: this nvidia-smi has no compute-policy; 3: the card cannot; 13: the library cannot. For
+	// all others, the reason is in its output.
 	return gpu.ErrNotSupported
 }
 

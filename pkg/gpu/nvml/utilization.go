@@ -31,7 +31,7 @@ func (r *readings) Utilization(
 				continue
 			}
 			samples, ret := h.GetProcessUtilization(since)
-			if ret == nvml.ERROR_NOT_FOUND { // nobody was busy
+			if ret == nvml.ERROR_NOT_FOUND { // no process was busy
 				ret = nvml.SUCCESS
 			}
 			told, err := nvmlDeviceGetUtilization.told(string(u), ret)
@@ -44,8 +44,8 @@ func (r *readings) Utilization(
 	})
 }
 
-// busy is the mean of each process's samples. What is older, or more than all of a GPU, is no
-// sample: drivers leave such in the list.
+// busy returns the mean of each process's samples, by PID. It ignores samples before since and
+// those above 100 %, which drivers leave in the list.
 func busy(samples []nvml.ProcessUtilizationSample, since uint64) map[int]float64 {
 	out, n := map[int]float64{}, map[int]int{}
 	for _, s := range samples {

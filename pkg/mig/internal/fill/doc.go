@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fill finds the best way to fill a row with parts: what a card's memory is to be made of, from left
-// to right, where each part has a place and a value, each free run between them is worth
-// something, and of each thing (a [Dim]) there must be an exact number. pkg/mig's essay tells
-// why that is enough.
+// Package fill finds the best way to fill a row, a card's memory, with parts. Each part has a
+// place and a value, and each free run between parts has a value too. Each [Dim] is a thing that
+// the parts must have an exact number of. [Search] describes why a search from left to right is
+// exact.
 //
-// A [Search] is filled in, prepared and solved, for as many numbers of each Dim as are of
-// interest: the states that they have in common are solved once. It can be used again, since
-// its tables cost more than the search in them.
+// A caller fills in a [Search], prepares it, and solves it for each combination of numbers that
+// it needs: the states that these have in common are solved once. A Search can be used again,
+// since its tables cost more than the search in them.
 //
-// The package does not know what a part is of, what its value means, and which numbers are
+// The package does not know what a part is made of, what its value means, and which numbers are
 // allowed together.
 package fill

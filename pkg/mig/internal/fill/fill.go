@@ -2,31 +2,30 @@
 
 package fill
 
-// Bounds of a search, so that a table that no driver would report costs a tenth
-// of a second at most and not a day. The largest search on a card of 2026 has
-// under 2,000 states and 300 parts.
+// Bounds of a search: a table that no driver would report then takes a tenth of a second at most,
+// and not a day. The largest search on a card of 2026 has under 2,000 states and 300 parts.
 const (
 	MaxStates = 1 << 20
 	MaxParts  = 1 << 12
-	MaxWork   = 1 << 17 // ways to fill a GPU instance that are looked at
+	MaxWork   = 1 << 17 // tried ways to fill a GPU instance
 	maxEffort = 1 << 24 // states times parts
 
-	// Most is how many memory slices there are at most: a set of them is a word.
+	// Most is the most memory slices, since a set of them is a word.
 	Most = 64
 )
 
-// None is the value where there is no target.
+// None is the value if there is no target.
 const None = -2
 
-// Dim is one thing that a target must have an exact number of: devices of a
-// profile, or GPU instances that are split.
+// Dim is a thing that a target must have an exact number of: devices of a profile, or GPU
+// instances that are split.
 type Dim struct {
-	N      int // the most that can be asked for
-	Left   int // how many are asked for
+	N      int // the most that can be wanted
+	Left   int // how many are wanted
 	stride int
 }
 
-// Use is how many of a Dim a part has.
+// Use is the number of a Dim that a part has.
 type Use struct{ Dim, N int }
 
 // Part is a GPU instance that a target can have.
@@ -34,51 +33,58 @@ type Part struct {
 	Start, End int
 	Uses       []Use // at least one
 	Value      int64
-	delta      int // what it takes off the key
+	delta      int // what it subtracts from the key
 	next       int16
 }
 
-// Search finds the best set of parts that lie side by side and have, together,
-// exactly what the dims say. It goes over the card's memory from left to right:
-// what is best from a memory slice on depends only on that slice and on what is
-// still to be placed, so each such state is solved once. All that a target is
-// judged by is a sum over its parts and over the free runs between them.
+// Search finds the best target: a set of parts side by side that together have exactly what the
+// dims ask for. The value of a target is a sum over its parts and over the free runs between
+// them. So what is best from a memory slice on depends only on that slice and on what is still to
+// be placed:
+//
+//	best(e, counts) = max over the next part p that counts allow,
+//	                  beginning at e or later, without skipping a slice of Must, of
+//	                      gap(e … p.start) + value(p) + best(p.end, counts − p)
+//
+// Search goes from left to right and solves each such state once. For example, eight memory
+// slices and seven profiles have 2,319 legal sets; a search looks at a few hundred states and
+// takes microseconds.
 type Search struct {
 	End   int // memory slices
 	Dims  []Dim
 	Parts []Part
-	Uses  []Use  // where the parts' Uses lie
-	Must  uint64 // memory that has to be in a part
-	Work  int    // how many ways to fill a GPU instance were looked at
-	// head and tail are the first and the last part at each start, next the one
-	// after a part at the same start; 0 is none, as parts count from 1 there.
+	Uses  []Use  // memory for the parts' Uses
+	Must  uint64 // memory slices that must be in a part
+	Work  int    // how many ways to fill a GPU instance were tried
+	// head and tail are the first and last part at each start, and Part.next is the next part at
+	// the same start. Parts count from 1 there; 0 is none.
 	head, tail [Most]int16
-	// gaps[a*(width)+b] is what the free run of memory slices a…b-1 is worth;
-	// what lies behind its last slice is worth nothing.
+	// gaps[a*width+b] is the value of the free run of memory slices a…b-1. Slices beyond its last
+	// one have no value.
 	gaps  []int64
 	width int
-	memo  []int64 // value+1 by key and position; 0 is not yet known
+	memo  []int64 // value+1 by key and position; 0 if not solved yet
 	pick  []int16
 }
 
-// Reset empties a search, to be used again.
+// Reset empties a search so that it can be used again.
 func (s *Search) Reset(end int, gaps []int64, width int) {
-	clear(s.Parts) // let go of what they use
+	clear(s.Parts) // release what they use
 	*s = Search{
 		End: end, gaps: gaps, width: width, memo: s.memo, pick: s.pick,
 		Dims: s.Dims[:0], Parts: s.Parts[:0], Uses: s.Uses[:0],
 	}
 }
 
-// Use keeps what a part uses.
+// Use stores the uses of a part in s.Uses.
 func (s *Search) Use(u ...Use) []Use {
 	n := len(s.Uses)
 	s.Uses = append(s.Uses, u...)
 	return s.Uses[n:len(s.Uses):len(s.Uses)]
 }
 
-// Prepare is called when Dims and Parts are complete. It is false where they are more than
-// can be searched.
+// Prepare must be called once Dims and Parts are complete. It returns false if they are too many
+// to search.
 func (s *Search) Prepare() bool {
 	states := s.End + 1
 	for i := range s.Dims {
@@ -112,10 +118,10 @@ func (s *Search) Prepare() bool {
 	return true
 }
 
-// Effort is what solving takes at most: states times parts.
+// Effort returns a bound of the steps to solve it: states times parts.
 func (s *Search) Effort() int { return len(s.memo) * max(len(s.Parts), 1) }
 
-// Gap is what the free run of memory slices a…b-1 is worth.
+// Gap returns the value of the free run of memory slices a…b-1.
 func (s *Search) Gap(a, b int) int64 {
 	return s.gaps[min(a, s.width-1)*s.width+min(b, s.width-1)]
 }
@@ -170,7 +176,8 @@ func (s *Search) from(e, key int) int64 {
 	return best
 }
 
-// Target walks the solution that Solve found, from left to right, by indices of Parts.
+// Target calls visit for each part of the target that Solve found, from left to right, with its
+// index in Parts.
 func (s *Search) Target(visit func(part int)) {
 	e, key := 0, 0
 	for i := range s.Dims {

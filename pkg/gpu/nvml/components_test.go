@@ -2,11 +2,11 @@
 
 package nvml
 
-// rooms are a Driver's, for tests that look into them.
-type rooms struct {
+// components are a Driver's, for tests that look into them.
+type components struct {
 	*session
 	*presence
-	*bell
+	*requests
 	*readings
 	*migSide
 	*memoryLimits
@@ -17,11 +17,11 @@ type rooms struct {
 	*events
 }
 
-func newRooms(s *session) *rooms {
+func newComponents(s *session) *components {
 	d := newDriver(s, "")
 	in, seen, c := d.Survey.(*survey), d.events.(*events), d.Contents.(contents)
-	return &rooms{
-		session: s, presence: seen.presence, bell: seen.bell,
+	return &components{
+		session: s, presence: seen.presence, requests: seen.requests,
 		readings: d.Readings.(*readings), migSide: d.Instances.(*migSide), memoryLimits: d.Limits.(*memoryLimits),
 		partsReader: c.partsReader, capabilities: c.capabilities,
 		survey: in, modes: d.Modes.(*modes), events: seen,

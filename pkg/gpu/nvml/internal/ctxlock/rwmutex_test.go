@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package door
+package ctxlock
 
 import (
 	"context"
@@ -13,7 +13,7 @@ import (
 )
 
 func TestShareHoldersExcludeEachOther(t *testing.T) {
-	s := NewShare()
+	s := NewRWMutex()
 	var together, alone atomic.Int32
 	var wg sync.WaitGroup
 	for i := range 60 {
@@ -21,22 +21,22 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 		go func() {
 			defer wg.Done()
 			if i%3 == 0 {
-				if err := s.Seize(t.Context()); err != nil {
+				if err := s.Lock(t.Context()); err != nil {
 					t.Error(err)
 					return
 				}
-				defer s.Yield()
+				defer s.Unlock()
 				if n := alone.Add(1); n != 1 || together.Load() != 0 {
 					t.Errorf("one of %d that are alone, beside %d", n, together.Load())
 				}
 				alone.Add(-1)
 				return
 			}
-			if err := s.Join(t.Context()); err != nil {
+			if err := s.RLock(t.Context()); err != nil {
 				t.Error(err)
 				return
 			}
-			defer s.Part()
+			defer s.RUnlock()
 			if together.Add(1); alone.Load() != 0 {
 				t.Error("joined one who is alone")
 			}
@@ -44,7 +44,7 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 		}()
 	}
 	wg.Wait()
-	if !s.TrySeize() {
+	if !s.TryLock() {
 		t.Error("somebody has not left")
 	}
 }
@@ -52,28 +52,28 @@ func TestShareHoldersExcludeEachOther(t *testing.T) {
 // One who wants to be alone is let in before those who come after it, and those
 // go on when it gives up.
 func TestShareLetsASeekerGoFirst(t *testing.T) {
-	s := NewShare()
-	if !s.TryJoin() {
+	s := NewRWMutex()
+	if !s.TryRLock() {
 		t.Fatal("cannot join")
 	}
-	if s.TrySeize() {
+	if s.TryLock() {
 		t.Fatal("alone beside another")
 	}
 	ctx, leave := context.WithCancel(t.Context())
 	sought := make(chan error)
-	go func() { sought <- s.Seize(ctx) }()
+	go func() { sought <- s.Lock(ctx) }()
 	<-s.Wanted()
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := s.Join(gone); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
+	if err := s.RLock(gone); !errors.Is(err, gpu.ErrTimeout) || !errors.Is(err, context.Canceled) {
 		t.Errorf("joined before one who waited: %v", err)
 	}
-	if !s.TryJoin() {
+	if !s.TryRLock() {
 		t.Error("a short use had to wait")
 	}
-	s.Part()
+	s.RUnlock()
 	joined := make(chan error)
-	go func() { joined <- s.Join(t.Context()) }()
+	go func() { joined <- s.RLock(t.Context()) }()
 	leave()
 	if err := <-sought; !errors.Is(err, gpu.ErrTimeout) {
 		t.Errorf("alone beside another: %v", err)
@@ -86,14 +86,14 @@ func TestShareLetsASeekerGoFirst(t *testing.T) {
 		t.Error("wanted by nobody")
 	default:
 	}
-	s.Part()
-	go func() { sought <- s.Seize(t.Context()) }()
+	s.RUnlock()
+	go func() { sought <- s.Lock(t.Context()) }()
 	<-s.Wanted()
-	s.Part()
+	s.RUnlock()
 	if err := <-sought; err != nil {
 		t.Error(err)
 	}
-	if s.TryJoin() {
+	if s.TryRLock() {
 		t.Error("joined one who is alone")
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package door
+package ctxlock
 
 import (
 	"context"
@@ -18,14 +18,14 @@ func answer(n int) func() (int, error) {
 }
 
 func TestDoorLetsOneIn(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	var inside, most atomic.Int32
 	var wg sync.WaitGroup
 	for i := range 50 {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			got, err := Through(t.Context(), d, "count", func() (int, error) {
+			got, err := Do(t.Context(), d, "count", func() (int, error) {
 				most.Store(max(most.Load(), inside.Add(1)))
 				defer inside.Add(-1)
 				return i, nil
@@ -43,13 +43,13 @@ func TestDoorLetsOneIn(t *testing.T) {
 
 // hang sends a call in that stays until release, and returns once its caller
 // has left.
-func hang(t *testing.T, d *Door) (release func()) {
+func hang(t *testing.T, d *Mutex) (release func()) {
 	t.Helper()
 	in, out := make(chan struct{}), make(chan struct{})
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error)
 	go func() {
-		_, err := Through(ctx, d, "sleep for ever", func() (int, error) {
+		_, err := Do(ctx, d, "sleep for ever", func() (int, error) {
 			close(in)
 			<-out
 			return 0, nil
@@ -66,19 +66,19 @@ func hang(t *testing.T, d *Door) (release func()) {
 }
 
 func TestDoorStaysShutWhileACallHangs(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	release := hang(t, d)
 	defer release()
 	for range 3 {
 		// A context without an end: the answer must come at once all the same.
-		_, err := Through(context.Background(), d, "read memory", answer(1), nil)
+		_, err := Do(context.Background(), d, "read memory", answer(1), nil)
 		if !errors.Is(err, gpu.ErrTimeout) || !strings.Contains(err.Error(), "sleep for ever") {
 			t.Fatalf("got %v, want ErrTimeout that names the call inside", err)
 		}
 	}
 	release()
 	for {
-		got, err := Through(context.Background(), d, "read memory", answer(1), nil)
+		got, err := Do(context.Background(), d, "read memory", answer(1), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue // the call is on its way out
 		}
@@ -90,13 +90,13 @@ func TestDoorStaysShutWhileACallHangs(t *testing.T) {
 }
 
 func TestDoorTellsThoseInLine(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	in, out := make(chan struct{}), make(chan struct{})
 	defer close(out)
 	ctx, leave := context.WithCancel(t.Context())
 	left := make(chan error, 1)
 	go func() {
-		_, err := Through(ctx, d, "sleep for ever", func() (int, error) {
+		_, err := Do(ctx, d, "sleep for ever", func() (int, error) {
 			close(in)
 			<-out
 			return 0, nil
@@ -106,7 +106,7 @@ func TestDoorTellsThoseInLine(t *testing.T) {
 	<-in
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := Through(context.Background(), d, "wait in line", answer(1), nil)
+		_, err := Do(context.Background(), d, "wait in line", answer(1), nil)
 		waiting <- err
 	}()
 	leave()
@@ -117,17 +117,17 @@ func TestDoorTellsThoseInLine(t *testing.T) {
 }
 
 func TestDoorWithAnEndedContext(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	// Whether such a call goes in is open; that it leaves the door usable is not.
+	// Whether such a call goes in is open; that it leaves the lock usable is not.
 	for range 100 {
-		if _, err := Through(ctx, d, "come late", answer(1), nil); err != nil && !errors.Is(err, gpu.ErrTimeout) {
+		if _, err := Do(ctx, d, "come late", answer(1), nil); err != nil && !errors.Is(err, gpu.ErrTimeout) {
 			t.Fatal(err)
 		}
 	}
 	for {
-		got, err := Through(t.Context(), d, "come in time", answer(2), nil)
+		got, err := Do(t.Context(), d, "come in time", answer(2), nil)
 		if errors.Is(err, gpu.ErrTimeout) {
 			continue
 		}
@@ -141,11 +141,11 @@ func TestDoorWithAnEndedContext(t *testing.T) {
 // A caller that leaves early does not make those in line fail, if its call
 // ends soon.
 func TestDoorWaitsForACallThatEnds(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	release := hang(t, d)
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := Through(t.Context(), d, "wait in line", answer(1), nil)
+		_, err := Do(t.Context(), d, "wait in line", answer(1), nil)
 		waiting <- err
 	}()
 	release()
@@ -155,7 +155,7 @@ func TestDoorWaitsForACallThatEnds(t *testing.T) {
 }
 
 func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
-	d := New()
+	d := NewMutex()
 	in, out := make(chan struct{}), make(chan struct{})
 	ctx, leave := context.WithCancel(t.Context())
 	undone := make(chan int, 1)
@@ -163,7 +163,7 @@ func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
 		<-in
 		leave()
 	}()
-	_, err := Through(ctx, d, "open", func() (int, error) {
+	_, err := Do(ctx, d, "open", func() (int, error) {
 		close(in)
 		<-out
 		return 7, nil
@@ -176,7 +176,7 @@ func TestDoorUndoesWhatNobodyWaitsFor(t *testing.T) {
 		t.Errorf("undone %d, want 7", n)
 	}
 	// What is taken is not undone.
-	if n, err := Through(t.Context(), d, "open", answer(8), func(int) { t.Error("undone all the same") }); n != 8 || err != nil {
+	if n, err := Do(t.Context(), d, "open", answer(8), func(int) { t.Error("undone all the same") }); n != 8 || err != nil {
 		t.Errorf("got %d, %v", n, err)
 	}
 }
