@@ -48,8 +48,8 @@ func (p *Program) completion() *cobra.Command {
 	return c
 }
 
-// completeValues tells cobra how the values of all flags are completed. It is done for the
-// shell alone, so that a program that works does not keep it.
+// completeValues registers with cobra how the values of all flags are completed. Only a shell's
+// request needs it, so a running program does not keep it in memory.
 func (p *Program) completeValues() {
 	for _, c := range p.commands() {
 		c.Flags().VisitAll(func(f *pflag.Flag) {
