@@ -79,7 +79,7 @@ func (f *certificateFlags) make(out io.Writer) error {
 	return nil
 }
 
-// writeNew writes a file that is not there yet, for its owner alone.
+// writeNew writes a new file that only its owner can read. It fails if the file exists.
 func writeNew(path string, data []byte) (err error) {
 	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

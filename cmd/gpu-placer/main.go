@@ -26,7 +26,7 @@ by what the agents on the nodes say.`,
 	return root
 }
 
-// Set by the build: what this program was built from.
+// The linker sets these to what the program was built from.
 var release, commit, date string
 
 func build() command.Build { return command.Build{Release: release, Commit: commit, Date: date} }

@@ -32,7 +32,7 @@ import (
 	"example.com/gpu-agent/internal/obs/placerobs"
 )
 
-// Doors, by what --doors calls them.
+// Doors, as --doors names them.
 const (
 	extenderDoor = "extender"
 	liqoDoor     = "liqo"
@@ -111,7 +111,7 @@ serves a cluster; of several, one leads.`,
 	return c
 }
 
-// place is a placer: the books, and what they are connected to.
+// place is a placer: the books, and all that they are connected to.
 type place struct {
 	flags   *runFlags
 	log     *slog.Logger
@@ -119,7 +119,7 @@ type place struct {
 	sites   *fleet.Sites
 	metrics *placerobs.Metrics
 	cluster *placerkube.Cluster
-	// Nil where their doors are shut.
+	// lent and admitted are nil if their doors are not in --doors.
 	lent     *liqo.Door
 	admitted *kueue.Door
 }
@@ -135,12 +135,12 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	p.cluster, err = placerkube.New(kube.Options{
 		Kubeconfig: f.kubeconfig, Domain: f.names.Domain,
 		UserAgent: "gpu-placer", Logger: log, Failed: p.metrics.APIError, Answered: p.metrics.APIAnswered,
-		Relist: time.Hour, // all pods of a cluster are much to read again
+		Relist: time.Hour, // reading all pods of a cluster is much work
 	})
 	if err != nil {
 		return err
 	}
-	p.metrics.APIAnswered() // as in an agent
+	p.metrics.APIAnswered() // so that a placer without an API server from its start on is overdue, too
 	if f.doors.Has(liqoDoor) {
 		lender := fleet.Lend(p.books, liqo.QuotaOf)
 		p.lent = liqo.New(lender, liqo.Options{
@@ -162,7 +162,7 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	return nil
 }
 
-// state is what the metrics show of the books and the doors.
+// state returns what the metrics show of the books and the doors.
 func (p *place) state() (s placerobs.State) {
 	s.Waiting, s.Reservations = p.books.State()
 	s.PassedOver = p.books.PassedOver()
@@ -187,7 +187,8 @@ func (p *place) serve(ctx context.Context) error {
 		lease := p.cluster.NewLease(ns, name, identity(), p.books.Lead)
 		p.books.LeadBy(lease.Leads)
 		g.Go(func() error {
-			// Who knows nothing yet would only take the lease from who could answer.
+			// A placer without the cluster's objects waits: it would only take the lease from
+			// one that can answer.
 			if err := p.books.WaitListed(ctx); err != nil {
 				return err
 			}
@@ -196,7 +197,7 @@ func (p *place) serve(ctx context.Context) error {
 	}
 	page := obs.New(obs.Options{
 		Addr: p.flags.http, Logger: p.log, Metrics: p.metrics.Registry(), Ready: p.books.Ready,
-		// Who cannot even say this hangs.
+		// State takes the books' lock: if it does not return, the placer hangs.
 		Healthy: func() error { p.books.State(); return nil },
 	})
 	g.Go(func() error { return page.Run(ctx) })
@@ -236,7 +237,7 @@ func (p *place) serve(ctx context.Context) error {
 	return g.Wait()
 }
 
-// liqoAPI is the API server as the door for Liqo asks it.
+// liqoAPI is the API server as the Liqo door calls it.
 type liqoAPI struct{ *placerkube.Cluster }
 
 func (a liqoAPI) Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error {
@@ -251,7 +252,7 @@ func (a liqoAPI) Write(ctx context.Context, o *unstructured.Unstructured) (*unst
 	return a.WriteStatus(ctx, liqo.Slices, o)
 }
 
-// liqoObjects tells the door of one of the two kinds of objects.
+// liqoObjects passes one of the two kinds of objects to the Liqo door.
 type liqoObjects struct {
 	*liqo.Door
 	slices bool
@@ -261,7 +262,7 @@ func (o liqoObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.slices, o
 func (o liqoObjects) Delete(uid string)                 { o.Door.Delete(o.slices, uid) }
 func (o liqoObjects) Listed()                           { o.Door.Listed(o.slices) }
 
-// kueueObjects tells the door of one kind of objects.
+// kueueObjects passes one kind of objects to the Kueue door.
 type kueueObjects struct {
 	*kueue.Door
 	of schema.GroupVersionResource
@@ -270,7 +271,8 @@ type kueueObjects struct {
 func (o kueueObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.of, of) }
 func (o kueueObjects) Listed()                           { o.Door.Listed(o.of) }
 
-// identity is this process's alone, also where its pod's name is given to another one.
+// identity returns a name for this process. It is unique, even if another pod gets this pod's
+// name.
 func identity() string {
 	host, err := os.Hostname()
 	if err != nil {
