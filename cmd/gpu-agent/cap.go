@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 )
 
-// capFlags say how memory caps are enforced.
+// capFlags are the flags for memory caps and the watchdog.
 type capFlags struct {
 	policy, intruders command.Choice
 	evictAfter        int

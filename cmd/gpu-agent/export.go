@@ -38,7 +38,7 @@ one node of that site or instance type, laid out as --config says.`,
 	return c
 }
 
-// sourceFlags say whose GPUs are exported.
+// sourceFlags select the GPUs that are exported.
 type sourceFlags struct {
 	names                  nameFlags
 	config, selector, site string
@@ -54,8 +54,8 @@ func (s *sourceFlags) register(fs *pflag.FlagSet) {
 	s.of.register(fs)
 }
 
-// read returns the nodes, by what is recorded in files, or by the cluster. recorded makes
-// labels of a file's first word.
+// read returns the nodes: those in recorded inventories, or without files those of the cluster.
+// recorded returns a node's labels from the first word of a file's argument.
 func (s *sourceFlags) read(
 	ctx context.Context, c console, files []string, recorded func(word string) map[string]string,
 ) ([]export.Node, error) {
@@ -101,7 +101,7 @@ func (s *sourceFlags) read(
 	return out, nil
 }
 
-// cluster reads the nodes of a cluster that have a GPUNode.
+// cluster returns the nodes of a cluster that have a GPUNode.
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -127,14 +127,14 @@ type repeated struct {
 func (r repeated) String() string     { return "" }
 func (r repeated) Set(s string) error { return r.set(s) }
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (r repeated) Type() string { return "value" }
 
-// kueueFlags are those of `gpu-agent export kueue`, and what they make.
+// kueueFlags are the flags of `gpu-agent export kueue`, and the export that they make.
 type kueueFlags struct {
 	source sourceFlags
 	out    export.Kueue
-	// none says that there is no cloud.
+	// none is true if --cloud is none: there is no cloud.
 	none, configuration bool
 	how                 command.Choice
 }
@@ -160,7 +160,7 @@ func (k *kueueFlags) register(fs *pflag.FlagSet) {
 		"print the part of Kueue's configuration instead of objects")
 }
 
-// addCloud takes a value of --cloud.
+// addCloud adds a value of --cloud.
 func (k *kueueFlags) addCloud(v string) error {
 	if v == "none" {
 		k.none = true
@@ -179,7 +179,7 @@ func (k *kueueFlags) addCloud(v string) error {
 	return err
 }
 
-// addTeam takes a value of --team.
+// addTeam adds a value of --team.
 func (k *kueueFlags) addTeam(v string) error {
 	words := strings.Split(v, ",")
 	name, share, ok := strings.Cut(words[0], "=")

@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 )
 
-// healthFlags say what speaks against a GPU, and what becomes of a faulty one.
+// healthFlags are the flags for health: which errors count, and what happens to a faulty GPU.
 type healthFlags struct {
 	ignored     xids
 	hold, probe time.Duration

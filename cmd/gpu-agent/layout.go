@@ -10,8 +10,8 @@ import (
 	"example.com/gpu-agent/internal/command"
 )
 
-// layoutFlags say what is done with devices and instances that stand in the way of a layout,
-// or that nobody has.
+// layoutFlags are the flags for what happens to devices and instances that a layout does not
+// have room for, or that are idle.
 type layoutFlags struct {
 	whenBusy, foreign, reset command.Choice
 	idleTTL                  time.Duration

@@ -26,17 +26,18 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Errors of a plan that was printed, and says why.
+// Exit codes of a plan that was printed: the output has the reason.
 var (
 	errBlocked    = &command.Error{Exit: command.Blocked}
 	errNotApplied = &command.Error{Exit: command.NotApplied}
 )
 
-// invalid makes an error of a partition file that is wrong, or of a partition that cannot be had.
+// invalid returns an error about a partition file that is wrong, or a partition that does not
+// fit the GPUs.
 func invalid(err error) error { return &command.Error{Exit: command.Invalid, Err: err} }
 
-// asking are the flags of commands that ask what a partition would come to: the agent on this
-// node, or where there is none an inventory.
+// asking are the flags of commands that ask what a partition would do. The agent on this node
+// answers; if there is none, the answer is from an inventory.
 type asking struct {
 	driver    driverFlags
 	config    string
@@ -45,7 +46,7 @@ type asking struct {
 	stateDir  string
 	names     command.Domains
 	of        partitionFlags
-	// flags are the command's, and asked says that an agent has answered.
+	// flags are all flags of the command. asked is true once an agent has answered.
 	flags *pflag.FlagSet
 	asked bool
 }
@@ -73,21 +74,21 @@ func (a *asking) read(c console) (f partitionFile, err error) {
 	return readPartitions(c, a.config)
 }
 
-// configFlag is the partition file.
+// configFlag adds --config, the partition file.
 func configFlag(fs *pflag.FlagSet, file *string) {
 	fs.StringVar(file, "config", "", "partition `file`; to all but run, - is the standard input")
 }
 
-// partitionFlag is the name of one partition in the file.
+// partitionFlag adds --partition, the name of a partition in the file.
 func partitionFlag(fs *pflag.FlagSet, name *string) {
 	fs.StringVar(name, "partition", "", "`name` of a partition in the file")
 }
 
-// completePartition completes --partition with what the file of --config has.
+// completePartition completes --partition with the names in the file of --config.
 func completePartition(c *cobra.Command) {
 	names := func(c *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		name := c.Flags().Lookup("config").Value.String()
-		if name == "-" { // it is not for the shell to read
+		if name == "-" { // the shell must not read the standard input
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
 		f, err := readPartitions(consoleOf(c), name)
@@ -103,15 +104,14 @@ func completePartition(c *cobra.Command) {
 // patience is how long a command waits for the agent.
 const patience = time.Minute
 
-// agent asks the agent on this node. It is false where there is none, or the question is of
-// an inventory.
+// agent asks the agent on this node. asked is false if there is none, or if --inventory is set.
 func (a *asking) agent(
 	ctx context.Context, c console, q status.Question,
 ) (answer status.Answer, asked bool, err error) {
 	if a.inventory != "" {
 		return answer, false, nil
 	}
-	// The agent has flags of its own; those of this command line ask what if it had others.
+	// The agent has its own flags. The command line's replace them in the answer.
 	if a.flags.Changed("memory-unit") {
 		q.UnitMiB = uint64(a.of.unit)
 	}
@@ -133,15 +133,15 @@ func (a *asking) agent(
 	return answer, true, err
 }
 
-// partitionFile is a partition file that parsed, what messages call it, and its text.
+// partitionFile is a parsed partition file, its name in messages, and its text.
 type partitionFile struct {
 	*config.File
 	name string
 	data []byte
 }
 
-// readPartitions reads a partition file, and - from the standard input: in the agent's
-// container, where there is no file, and the GPUs are.
+// readPartitions reads a partition file, or the standard input for -. The latter is for the
+// agent's container, which has the GPUs and no file.
 func readPartitions(c console, file string) (f partitionFile, err error) {
 	if f.name = file; file == "-" {
 		f.name = "standard input"
@@ -157,10 +157,11 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 	return f, nil
 }
 
-// maxInput is more than any partition file may have, and how much of one is read.
+// maxInput is how many bytes of the standard input are read: more than a partition file may
+// have.
 const maxInput = 2 << 20
 
-// mistaken prints mistakes of a partition file as file:line: reason.
+// mistaken prints the mistakes in a partition file as file:line: reason.
 func mistaken(c console, name string, of []status.Mistake) {
 	for _, m := range of {
 		fmt.Fprintf(c.err, "%s:%d: %s\n", name, m.Line, m.Message)
@@ -236,7 +237,7 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 	}
 }
 
-// without answers from an inventory, where there is no agent to ask.
+// without returns a plan from an inventory, if there is no agent to ask.
 func (a *asking) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
 	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
 	if err != nil {
@@ -300,7 +301,7 @@ func (a *asking) check(ctx context.Context, c console) error {
 	return nil
 }
 
-// all are the plans of several partitions, in brief.
+// all returns the plans of several partitions, without what pods can ask for.
 func (a *asking) all(
 	ctx context.Context, c console, f *partitionFile, names []string,
 ) (plans []status.Plan, err error) {
@@ -331,7 +332,7 @@ func (a *asking) all(
 	return plans, nil
 }
 
-// tellFit says whether a partition fits, and reports that it does.
+// tellFit prints whether a partition fits, and returns true if it does.
 func tellFit(c console, name, file string, p *status.Plan) bool {
 	wrong := slices.Concat(p.Mistakes, p.Open)
 	mistaken(c, name, wrong)
@@ -356,7 +357,8 @@ func tellFit(c console, name, file string, p *status.Plan) bool {
 	return true
 }
 
-// throughDRA says how many of these GPUs are to be offered through DRA, if any are.
+// throughDRA returns in words how many of the GPUs are to be offered through DRA; empty if none
+// are.
 func throughDRA(of []status.PlannedGPU) string {
 	n := 0
 	for i := range of {

@@ -8,7 +8,7 @@ import (
 	"example.com/gpu-agent/internal/command"
 )
 
-// schedulerFlags are what schedulers and autoscalers are told beside the offer.
+// schedulerFlags are the flags for what schedulers and autoscalers are told beside the offer.
 type schedulerFlags struct {
 	lowerAllocatable, holdScaleDown bool
 	gpuNode                         command.Choice
@@ -33,7 +33,7 @@ func (f *schedulerFlags) register(fs *pflag.FlagSet) {
 			"needs deployments/components/startup-taint")
 }
 
-// labelFlags say which labels the node gets, and by whom they are written.
+// labelFlags are the flags for the node's labels, and for who writes them.
 type labelFlags struct {
 	node, nvidia command.Choice
 }

@@ -31,13 +31,13 @@ import (
 	"example.com/gpu-agent/internal/usage/segments"
 )
 
-// usageDir is the usage journal's directory, below the agent's own.
+// usageDir is the usage journal's directory, in the agent's own.
 const usageDir = "usage"
 
-// mostLabels bounds what is written of each pod.
+// mostLabels is how many labels of each pod are recorded.
 const mostLabels = 8
 
-// usageFlags say what account is kept of what is granted and used.
+// usageFlags are the flags for the account of what is granted and used.
 type usageFlags struct {
 	size   boundFlag
 	idle   time.Duration
@@ -49,7 +49,7 @@ type usageFlags struct {
 // boundFlag is an amount of memory, or 0 for none.
 type boundFlag memoryFlag
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (b *boundFlag) Type() string { return "memory" }
 
 func (b *boundFlag) String() string {
@@ -98,8 +98,9 @@ func (f *usageFlags) complete() error {
 	return nil
 }
 
-// account opens the journal below the agent's directory; nil where none is kept. One that
-// cannot be opened stops nobody: the node says so.
+// account returns the account, with its journal in the agent's directory; nil if --usage-size
+// is 0. A journal that cannot be opened does not keep the agent from starting: the node's
+// conditions report it.
 func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog func() *guard.Guard) *agent.Account {
 	if f.size == 0 {
 		return nil
@@ -121,7 +122,7 @@ func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog fu
 	return a
 }
 
-// metrics are those of the account; nil where none is kept.
+// metrics returns the account's metrics; nil if there is no account.
 func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.Status) *agentobs.Account {
 	if of == nil {
 		return nil
@@ -133,7 +134,7 @@ func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.
 	return a
 }
 
-// usageReport is what `gpu-agent usage` is asked for.
+// usageReport are the flags of `gpu-agent usage`.
 type usageReport struct {
 	by, since, until, at, gpu, format string
 	dir                               string
@@ -178,7 +179,7 @@ then. It reads the journal that the agent keeps in --state-dir.
 	return c
 }
 
-// timeFlags bound what is read of a journal.
+// timeFlags adds --since and --until.
 func timeFlags(fs *pflag.FlagSet, since, until *string) {
 	fs.StringVar(since, "since", "", "`time` to begin at (default: the beginning)")
 	fs.StringVar(until, "until", "", "`time` to end at (default: the end)")
@@ -189,7 +190,7 @@ func (r *usageReport) moment(flag, text string, otherwise time.Time) (time.Time,
 	return moment(flag, text, otherwise, r.now)
 }
 
-// timesUsage says how people write times.
+// timesUsage is help for times.
 const timesUsage = `Times are durations before now (24h), or in UTC: 2026-03-01, 2026-03-01T12:00,
 2026-03-01T12:00:00Z, or 12:00 of today.`
 
@@ -214,7 +215,7 @@ func moment(flag, text string, otherwise, now time.Time) (time.Time, error) {
 		flag, text)
 }
 
-// naming returns what makes the name of a line.
+// naming returns the function that gives a grant its line's name.
 func (r *usageReport) naming() (func(*account.Grant) string, error) {
 	key, isLabel := strings.CutPrefix(r.by, "label=")
 	switch {
@@ -280,7 +281,7 @@ func (r *usageReport) sums(c console) error {
 	return r.print(c.out, sums, heads, rows)
 }
 
-// hours is a figure, in a table with as much of it as people read.
+// hours returns a figure as text, rounded if it is for people.
 func (r *usageReport) hours(h *float64) string {
 	switch {
 	case h == nil && r.format == "text":
@@ -293,10 +294,10 @@ func (r *usageReport) hours(h *float64) string {
 	return strconv.FormatFloat(*h, 'f', -1, 64)
 }
 
-// mostLeft bounds the owners that are named.
+// mostLeft is how many owners tellLeft names.
 const mostLeft = 10
 
-// tellLeft says of whom records from a time on are not in the journal any more.
+// tellLeft prints the owners whose records since a time were removed from the journal.
 func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 	told := 0
 	for _, o := range slices.SortedFunc(maps.Keys(left), account.Owner.Compare) {
@@ -318,7 +319,7 @@ func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 	}
 }
 
-// presence prints who had something at a time.
+// presence prints who held something at a time.
 func (r *usageReport) presence(c console) error {
 	at, err := r.moment("at", r.at, r.now)
 	if err != nil {
@@ -353,7 +354,7 @@ func (r *usageReport) presence(c console) error {
 	return r.print(c.out, had, heads, rows)
 }
 
-// print prints rows, or as JSON what they are made of.
+// print prints rows, or values as JSON.
 func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]string) error {
 	switch r.format {
 	case "json":
@@ -374,7 +375,8 @@ func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]
 	return w.Flush()
 }
 
-// printable keeps what a tenant has named from moving a terminal's cursor.
+// printable replaces characters that could move a terminal's cursor: tenants choose these
+// names.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {
