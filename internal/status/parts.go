@@ -198,7 +198,7 @@ func (m *markup) offers(list []*nodeOffer, hasMIG bool) {
 	}
 	m.put(`<h3 id="offers">On offer</h3>` + "\n" +
 		`<div class="scroll" role="region" aria-labelledby="offers" tabindex="0"><table class="offers">` +
-		`<caption>What pods can ask for; out is what is neither held nor to be had.`)
+		`<caption>What pods can ask for. Out counts devices that are neither held nor free.`)
 	if hasMIG {
 		m.put(` MIG devices are counted by place: free ones may exclude each other.`)
 	}

@@ -214,7 +214,7 @@ func (g *PlannedGPU) write(b *strings.Builder, conditions []Condition) {
 		line("%s", &g.Steps[i])
 	}
 	if g.From != g.To && g.From != "" {
-		line("laid out as %s, which was %s", g.To, g.From)
+		line("layout changes from %[2]s to %[1]s", g.To, g.From)
 	}
 	if idle {
 		line("nothing to do")
@@ -227,10 +227,10 @@ func (g *PlannedGPU) write(b *strings.Builder, conditions []Condition) {
 		line("= %s", strings.Join(names, " "))
 	}
 	if g.ResetUnknown {
-		line("its architecture is not known here: on Ampere the MIG mode changes with a reset of the GPU")
+		line("its architecture is not known: on Ampere, a change of the MIG mode needs a reset of the GPU")
 	}
 	if g.Untold {
-		line("this driver tells placements once MIG is on: plan again then")
+		line("this driver reports placements only in MIG mode: plan again once MIG is on")
 	}
 }
 
