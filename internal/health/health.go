@@ -234,7 +234,7 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 			return false
 		}
 		c = complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset,
+			key: place(ClassLost, -1, -1), detail: "the driver reports the GPU as lost", needs: NeedsReset,
 			away: true,
 		}
 	default:
@@ -396,7 +396,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 		}
 		changed = g.endDriver() || changed
 		unlisted := complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing,
+			key: place(ClassLost, -1, -1), detail: "the driver no longer lists the GPU", needs: NeedsNothing,
 			away: true, load: m.load,
 		}
 		changed = g.complain(unlisted, now) || changed
@@ -632,7 +632,7 @@ func (f *fault) reason(class Class) string {
 		ClassLost:        doReboot,
 		ClassRemapFailed: xids[64].do,
 		ClassRecovery:    "drain the GPU and do that",
-		ClassUnreadable:  "it is asked again by itself; if this stays, reset the GPU",
+		ClassUnreadable:  "the agent asks again; if the fault stays, reset the GPU",
 		ClassDriver:      "load the driver",
 	}[class]
 	if f.needs == NeedsRestart {

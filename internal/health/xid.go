@@ -139,7 +139,7 @@ var xids = map[uint64]meaning{
 	140: {ClassMemory, "unrecovered ECC error", doReset, NeedsReset},
 	143: {ClassFirmware, "the GPU could not be initialised", doReset, NeedsReset},
 	149: {ClassLink, "NVLink 5 error", doReset, NeedsReset},
-	154: {ClassRecovery, "the driver says that the GPU needs recovery",
+	154: {ClassRecovery, "the driver reports that the GPU needs recovery",
 		"see which with nvidia-smi -q (GPU Recovery Action), then do it", NeedsReset},
 }
 
