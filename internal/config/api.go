@@ -18,12 +18,12 @@ func throughDRA(w *Want, on *Node) string {
 	case w.API == ledger.DRA:
 	case w.Mode == Dynamic:
 		return "mode dynamic needs api dra, and this entry has api " + string(w.API) +
-			": what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"
+			": the scheduler must know which layouts exclude each other, and the device plugin cannot tell it"
 	default:
 		return ""
 	}
 	if on.NoDRA != "" {
-		return "api dra cannot be had: " + on.NoDRA
+		return "api dra is not available: " + on.NoDRA
 	}
 	var splits []mig.Name
 	for _, c := range w.Geometry {
@@ -34,8 +34,8 @@ func throughDRA(w *Want, on *Node) string {
 	if len(splits) == 0 {
 		return ""
 	}
-	return "api dra cannot express parts of a GPU instance (" + join(splits) +
-		"), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"
+	return "api dra cannot offer parts of a GPU instance (" + join(splits) +
+		"), since a ResourceSlice has no counters for them: name GPU instances, or use api device-plugin"
 }
 
 // offers maps each front-end to the resource names that a partition offers through it, and to
@@ -66,7 +66,7 @@ func (o *offers) check(m *mistakes) {
 	for _, name := range slices.Sorted(maps.Keys(o.lines)) {
 		if plugin := o.through[ledger.DevicePlugin][name]; len(plugin) > 0 {
 			m.add(o.lines[name], "%s would be offered through %s (%s) and through %s (%s), "+
-				"and of one node the scheduler sees a name only through one: give all GPUs that offer %s the same api",
+				"and on one node the scheduler sees a name through one only: give all GPUs that offer %s the same api",
 				name, ledger.DevicePlugin, gpus(plugin), ledger.DRA, gpus(o.through[ledger.DRA][name]), name)
 		}
 	}

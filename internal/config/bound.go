@@ -119,7 +119,7 @@ func (shallow) CheckAlias(aliases, _ int) error {
 // CheckDepth implements yaml.LoaderLimitsPlugin.
 func (shallow) CheckDepth(depth int, _ *yaml.DepthContext) error {
 	if depth > mostDeep {
-		return fmt.Errorf("values stand in each other more than %d deep, and a partition file needs six", mostDeep)
+		return fmt.Errorf("values are nested more than %d levels deep, and a partition file needs six", mostDeep)
 	}
 	return nil
 }

@@ -68,7 +68,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		}
 		uuids[d.UUID] = i
 		if d.Reserved > d.Memory {
-			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
+			bad("reservedMiB %d is more than memoryMiB %d", d.Reserved, d.Memory)
 		}
 		m, _ := at(raw.GPUs, i)["mig"].(object)
 		checkMIG(bad, &d.MIG, m)

@@ -46,7 +46,7 @@ func (p *parser) file(f *File, root *yaml.Node) {
 	)
 	if isManifest(root) {
 		p.at(root,
-			"this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml")
+			"this is a Kubernetes manifest: a partition file is the content of its data's key config.yaml")
 		return
 	}
 	keys, ok := p.fields(root, "a partition file", version, ours, theirs)
@@ -71,7 +71,7 @@ func (p *parser) file(f *File, root *yaml.Node) {
 		f.nvidia = true
 		p.partitions(f, t, "mig-configs", p.item)
 	default:
-		p.at(root, "the file has no partitions: they stand under `%s:`", ours)
+		p.at(root, "the file has no partitions: they belong under `%s:`", ours)
 	}
 }
 
@@ -158,7 +158,7 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if a, ok := keys["api"]; ok {
 		e.want.API, _ = choice(&p.mistakes, a, "api", ledger.DevicePlugin, ledger.DRA)
 		if e.apiLine = a.Line; known && e.want.Mode == Off {
-			p.at(a, "api says through what a GPU is offered: this entry is %s", Off)
+			p.at(a, "api is for a GPU that is offered: this entry is %s", Off)
 		}
 	}
 
@@ -177,7 +177,7 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
 		if e.want.Compute == ComputeMPS {
-			e.unbuilt, e.unbuiltLine = "compute mps is not built yet in this version; timeslice works", c.Line
+			e.unbuilt, e.unbuiltLine = "compute mps is not supported in this version yet; timeslice works", c.Line
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -222,7 +222,7 @@ func (p *parser) devices(s *selector, n *yaml.Node) {
 		if s.model == "" {
 			p.at(m, "model is an empty pattern, which matches no GPU")
 		} else if _, err := path.Match(s.model, ""); err != nil {
-			p.at(m, "model %s is not a pattern: a [ is not closed, or a \\ stands at the end", quote(s.model))
+			p.at(m, "model %s is not a pattern: a [ is not closed, or a \\ is at the end", quote(s.model))
 		}
 	case n.Kind == yaml.SequenceNode:
 		p.deviceList(s, n)

@@ -17,8 +17,8 @@ import (
 // noShares is why a GPU without memory of its own cannot be shared. The kubelet gives out the
 // machine's memory already, so shares of it would be given out twice. And nothing could limit a
 // container to its share: the GPU can also use what a program allocates on the host.
-const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, " +
-	"so there is nothing to have a share of: %s work"
+const noShares = "the driver reports no memory for it, as for a GPU that uses the machine's, " +
+	"so there is nothing to share: %s work"
 
 // prove checks whether a GPU can have the layout of an entry, from its driver's figures. reason
 // is why it cannot, as a sentence without the GPU's name; it is empty if the GPU can. unproven
@@ -39,7 +39,7 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	case !m.Capable:
 		return false, "this model has no MIG: " + withoutMIG(d) + " work"
 	case len(m.Profiles) == 0:
-		return false, "the driver tells no MIG profiles, which it does from R510 on: " + withoutMIG(d) + " work"
+		return false, "the driver reports no MIG profiles, which drivers do from R510 on: " + withoutMIG(d) + " work"
 	}
 	var have []mig.Name
 	for _, p := range m.Profiles {
@@ -49,7 +49,7 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	}
 	if len(have) == 0 {
 		_, odd := mig.NewCard(m)
-		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) +
+		return false, "this version knows none of its MIG profiles, so nothing could be offered: " + withoutMIG(d) +
 			" work; " + sentence(odd)
 	}
 	slices.SortFunc(have, mig.Compare)
@@ -104,7 +104,7 @@ func onDemand(w *Want, m *gpu.MIG, card *mig.Card, odd error) string {
 	case odd != nil:
 		return "it would offer nothing: " + sentence(odd)
 	}
-	return fmt.Sprintf("it would offer nothing: the driver tells no place for %s, although MIG is on", join(of))
+	return fmt.Sprintf("it would offer nothing: the driver reports no placement for %s, although MIG is on", join(of))
 }
 
 // memoryUnits returns why a GPU would offer no unit of memory, in the form of prove. It is
@@ -115,7 +115,7 @@ func memoryUnits(w *Want, d *gpu.Device, unit gpu.MiB) string {
 	case !inUnits || unit == 0 || d.Fault != "" || timeslice.Units(d, unit) > 0:
 		return "" // a faulty GPU must not stop the others from being configured
 	case d.Usable() == 0:
-		return "it would offer no unit of memory: the driver tells no memory that programs can have; " +
+		return "it would offer no unit of memory: the driver reports no memory for programs; " +
 			"give it replicas, or the mode whole"
 	}
 	return fmt.Sprintf("it would offer no unit of memory: one is %d MiB (--memory-unit), "+
@@ -164,10 +164,10 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 		if !w.Unproven {
 			continue
 		}
-		reason := "placements are told only while MIG is on, so nobody knows yet whether this fits: " +
+		reason := "the driver reports placements only while MIG is on, so it is not known yet whether this fits: " +
 			"turn MIG on, or take an inventory of such a GPU in MIG mode"
 		if fault := inv.GPUs[i].Fault; fault != "" {
-			reason = "it cannot be described, so nobody knows whether this fits: " + fault
+			reason = "the driver cannot describe it, so it is not known whether this fits: " + fault
 		}
 		open.add(w.Line, reason, inv.GPUs[i].Index)
 	}

@@ -92,6 +92,6 @@ func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
 		what = string(w.Mode)
 	}
 	m.add(p.entries[most].line,
-		"partition %s makes %d devices of this node, %d of them by this entry (%s: %s), and there may be %d: %s",
+		"partition %s gives this node %d devices, %d of them by this entry (%s: %s), and a node may have %d: %s",
 		quote(p.name), total, by[most].devices, gpus(by[most].indices), what, timeslice.MaxDevices, advice)
 }

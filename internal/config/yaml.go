@@ -141,7 +141,7 @@ type expander struct {
 func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 	if aliased {
 		if x.count++; x.count > maxAliased {
-			x.at(n, "the aliases of this file stand for more than %d values: write them out", maxAliased)
+			x.at(n, "the aliases of this file add up to more than %d values: write them out", maxAliased)
 			return false
 		}
 	}
@@ -151,7 +151,7 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 		return false
 	}
 	if x.active[n] {
-		x.at(n, "the anchor %s holds itself", quote(n.Anchor))
+		x.at(n, "the anchor %s contains itself", quote(n.Anchor))
 		return false
 	}
 	x.active[n] = true
