@@ -39,18 +39,18 @@ type adviceRequest struct {
 	driver                                        driverFlags
 }
 
-const adviseUsage = `Replays what was asked of this node on partitions that it could have, and prints what
-would have come of each, and the best one as a partition file. It changes nothing.
+const adviseUsage = `Replays this node's requests on partitions that it could have. It prints the result of each,
+and the best one as a partition file. It changes nothing.
 
-What was asked for is in the journal that the agent keeps in --state-dir. With --trace the cluster's pods count
-too, those that never came to the node among them:
+The requests are in the journal that the agent keeps in --state-dir. With --trace the cluster's pods count
+too, also those that never came to the node:
 
   kubectl get pods,events -A -o json > pods.json
   gpu-agent advise --trace pods.json --config partitions.yaml
   gpu-agent advise --since 168h -o partition > better.yaml && gpu-agent check --config better.yaml
 
-The present partition is --partition of --config, or without --config the one that the
-journal has. The one that is printed is called --partition, or default.
+The present partition is --partition in the file --config, or without --config the one in
+the journal. The printed partition has the name --partition, or default.
 
 ` + timesUsage
 
@@ -59,7 +59,7 @@ func newAdvise() *cobra.Command {
 	var r adviceRequest
 	c := &cobra.Command{
 		Use:     "advise",
-		Short:   "replay what was asked of this node on other partitions, and print the best",
+		Short:   "replay this node's requests on other partitions, and print the best",
 		Long:    adviseUsage,
 		Example: "gpu-agent advise --since 168h --trace pods.json -o partition > better.yaml",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -97,15 +97,15 @@ func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	r.names.Register(fs)
 	r.unit.register(fs)
 	fs.BoolVar(&r.placer, "placer", false,
-		"pods are placed through the placer: what does not fit waits and is not refused")
+		"pods are placed by the placer: a pod that does not fit waits, and is not refused")
 	fs.BoolVar(&r.dynamic, "dynamic", false,
-		"try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
+		"try mode dynamic too; the cluster must have dynamic resource allocation for it")
 	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond,
-		"`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
+		"`time` until the scheduler knows that an allocation has withdrawn other MIG devices on demand")
 	r.refused = command.Choice{Value: "gone", Of: []string{"gone", "back"}}
-	fs.Var(&r.refused, "refused", "what becomes of a refused pod: it is gone, or it comes back as a Job's does")
+	fs.Var(&r.refused, "refused", "what happens to a refused pod: it is gone, or it comes back as a Job's does")
 	fs.IntVar(&r.tries, "tries", 500,
-		"`number` of partitions to try at most, apart from those in which all GPUs are alike")
+		"largest `number` of partitions to try, besides those with the same layout on all GPUs")
 	fs.IntVar(&r.top, "top", 10, "`number` of partitions to print")
 	r.output = outputFlag(fs, "text", "json", "partition")
 }
@@ -245,7 +245,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 		Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told(),
 	}
 	if present == nil {
-		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have it whole. "+
+		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have all of it. "+
 			"Name it with --config and --partition.")
 	}
 	for i := range a.Tried {

@@ -139,7 +139,7 @@ func TestTheAgentIsAskedInParts(t *testing.T) {
 func TestWithoutAnAgent(t *testing.T) {
 	var told strings.Builder
 	a := asking{stateDir: "/nowhere", flags: &pflag.FlagSet{}}
-	if _, asked, err := a.agent(t.Context(), console{err: &told}, status.Question{}); asked || err != nil || told.String() != "no agent answers at /nowhere/agent.sock: the driver alone is asked\n" {
+	if _, asked, err := a.agent(t.Context(), console{err: &told}, status.Question{}); asked || err != nil || told.String() != "no agent answers at /nowhere/agent.sock: asking the driver alone\n" {
 		t.Errorf("asked: %v, %v, %s", asked, err, &told)
 	}
 	file := write(t, "p.yaml", "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")

@@ -29,10 +29,10 @@ import (
 func newExport() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "export",
-		Short: "print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler",
-		Long: `Prints what a cluster's GPUs are for another program: of the cluster that --kubeconfig leads
-to, by its Nodes and GPUNodes, or of recorded inventories (gpu-agent inventory -o json), each
-one node of that site or instance type, laid out as --config says.`,
+		Short: "print the cluster's GPUs in the form that Kueue, Karpenter or Cluster Autoscaler needs",
+		Long: `Prints GPUs in the form that another program needs. They are those of the cluster of --kubeconfig,
+from its Nodes and GPUNodes, or those of recorded inventories (gpu-agent inventory -o json). Each
+inventory is one node of that site or instance type, laid out as --config says.`,
 	}
 	c.AddCommand(newExportKueue(), newExportKarpenter(), newExportClusterAutoscaler())
 	return c
@@ -49,7 +49,7 @@ func (s *sourceFlags) register(fs *pflag.FlagSet) {
 	command.Kubeconfig(fs, &s.names.kubeconfig)
 	s.names.Register(fs)
 	fs.StringVar(&s.selector, "selector", "",
-		"only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
+		"only nodes with these `labels`, in the form of kubectl -l; not for recorded inventories")
 	configFlag(fs, &s.config)
 	s.of.register(fs)
 }
@@ -67,7 +67,7 @@ func (s *sourceFlags) read(
 	}
 	if s.config == "" {
 		return nil, command.Usagef("--config is missing: write --config FILE, " +
-			"which says how the GPUs of recorded inventories are laid out")
+			"the partition file for the GPUs of recorded inventories")
 	}
 	partitions, err := readPartitions(c, s.config)
 	if err != nil {
@@ -143,14 +143,14 @@ func (k *kueueFlags) register(fs *pflag.FlagSet) {
 	k.source.register(fs)
 	fs.Var(repeated{k.addCloud}, "cloud",
 		"`site=limit`: the most GPU memory that may be used at a site that costs money, or none; "+
-			"SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
+			"SITE/MODEL/MODE=LIMIT if it has nodes of several kinds; required, may be repeated")
 	fs.Var(repeated{k.addTeam}, "team",
 		"`name[=share][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), "+
 			"whether its work stays on-prem, and whether it may send jobs that take the room of others; "+
 			"may be repeated")
-	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
+	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue check what each node has left, where it can")
 	fs.BoolVar(&k.out.Checks, "checks", false,
-		"have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
+		"let Kueue ask the placer whether a workload has room (deployments/placer/kueue), instead of a topology")
 	fs.DurationVar(&k.out.Patience, "patience", 0,
 		"how long a job waits for room on-prem before a cloud is paid, with --checks")
 	k.how = command.Choice{Value: "names", Of: []string{"names", "claims"}}
@@ -212,7 +212,7 @@ func newExportKueue() *cobra.Command {
 		Use:   "kueue --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...",
 		Short: "print what Kueue needs to give out GPUs",
 		Long: `Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with --configuration a
-part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + `.`,
+part of its own configuration. A node's site is its label DOMAIN/` + gpunode.Site + `.`,
 		Example: "gpu-agent export kueue --cloud cloud=640GiB --checks --team research,urgent --team records,on-prem",
 		Args:    cobra.ArbitraryArgs,
 		RunE:    k.print,
@@ -300,7 +300,7 @@ func newExportClusterAutoscaler() *cobra.Command {
 	form := command.Choice{Of: export.Forms}
 	c := &cobra.Command{
 		Use:   "cluster-autoscaler --form FORM [TYPE[/PARTITION]=FILE]...",
-		Short: "print what tells Cluster Autoscaler what a node of an empty group will offer",
+		Short: "print tags or annotations that tell Cluster Autoscaler what a node of an empty group will offer",
 		Long: `Prints the tags or annotations by which Cluster Autoscaler knows what a node of an empty group
 will offer.`,
 		Example: "gpu-agent export cluster-autoscaler --form aws --config partitions.yaml p4de.24xlarge=node-1.json",

@@ -29,7 +29,7 @@ func (f *partitionFlags) register(fs *pflag.FlagSet) {
 	f.unit.register(fs)
 	devicePlugin, dra := string(ledger.DevicePlugin), string(ledger.DRA)
 	f.api = command.Choice{Value: devicePlugin, Of: []string{devicePlugin, dra}}
-	fs.Var(&f.api, "api", "through what a GPU is offered whose entry does not name an api: device-plugin or dra")
+	fs.Var(&f.api, "api", "the api of GPUs whose entry names none: device-plugin or dra")
 }
 
 func (f *partitionFlags) node() config.Node {

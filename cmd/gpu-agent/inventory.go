@@ -68,8 +68,8 @@ func newInventory() *cobra.Command {
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "inventory",
-		Short: "print what the driver says of this node's GPUs",
-		Long: `Prints what the driver says of this node's GPUs. As JSON it is a recorded inventory, which
+		Short: "print this node's GPUs, as the driver reports them",
+		Long: `Prints this node's GPUs, as the driver reports them. As JSON it is a recorded inventory, which
 other commands read with --inventory.`,
 		Example: "gpu-agent inventory -o json > node-1.json",
 		RunE: func(c *cobra.Command, _ []string) error {

@@ -34,7 +34,7 @@ func newRoot() *cobra.Command {
 		Use:   "gpu-agent",
 		Short: "own the NVIDIA GPUs of a Kubernetes node",
 		Long: `Owns the NVIDIA GPUs of a Kubernetes node: lays them out as a partition file says, offers
-the pieces to the kubelet, and says what is left.`,
+the pieces to the kubelet, and reports what is left.`,
 	}
 	root.AddCommand(newRun(), newInventory(), newCheck(), newPlan(), newTopology(),
 		newStatus(), newUsage(), newAdvise(), newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),

@@ -33,7 +33,7 @@ func (n *nodeFlags) register(fs *pflag.FlagSet) {
 		"`directory` that Node Feature Discovery reads features files from")
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "",
 		"the container runtime's `socket`, unix:///… as the kubelet names it "+
-			"(default: the first that is there of the usual ones)")
+			"(default: the first of the usual ones that exists)")
 }
 
 // stateDirFlag adds --state-dir, also to commands that only read it.
@@ -75,7 +75,7 @@ func (n *nameFlags) register(fs *pflag.FlagSet) {
 func nodeNameFlag(fs *pflag.FlagSet, name *string) {
 	fs.StringVar(name, "node-name", "",
 		"`name` of this Node; without it run and cleanup do not speak to the API server, "+
-			"and advise takes that of the pods that the journal has")
+			"and advise takes that of the journal's pods")
 }
 
 // xids is a list of error numbers, written "13,31,43".

@@ -122,11 +122,11 @@ func (a *asking) agent(
 	defer cancel()
 	answer, err = agentobs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
 	if errors.Is(err, agentobs.ErrNoAgent) {
-		fmt.Fprintf(c.err, "%v: the driver alone is asked\n", err)
+		fmt.Fprintf(c.err, "%v: asking the driver alone\n", err)
 		return answer, false, nil
 	}
 	if errors.Is(err, os.ErrPermission) {
-		err = fmt.Errorf("%w: its socket is for root alone; "+
+		err = fmt.Errorf("%w: only root may use its socket; "+
 			"name a recorded inventory with --inventory to go without the agent", err)
 	}
 	a.asked = err == nil
@@ -174,9 +174,9 @@ func newPlan() *cobra.Command {
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "plan --config FILE",
-		Short: "print what a partition would make of this node or an inventory, and whom it waits for",
-		Long: `Prints what this node's GPUs would become by a partition: layouts, each step on the
-hardware, whom they wait for, and what pods can ask for then. It does nothing. The
+		Short: "print what a partition would do to this node or an inventory, and which holders it waits for",
+		Long: `Prints what a partition would do to this node's GPUs: layouts, each step on the hardware,
+which holders it waits for, and what pods can ask for then. It changes nothing. The
 agent on this node answers; without one, and with --inventory, holders are not known.
 The partition is --partition, or the one that the node's label chooses; without an
 agent, default.
@@ -218,7 +218,7 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 	p := answer.Plans[0]
 	if p.State == string(agent.Invalid) {
 		mistaken(c, f.name, p.Mistakes)
-		return invalid(fmt.Errorf("%s: partition %s cannot be had on these GPUs", f.name, p.Partition))
+		return invalid(fmt.Errorf("%s: partition %s does not fit these GPUs", f.name, p.Partition))
 	}
 	if format == "json" {
 		err = printJSON(c.out, p)
@@ -259,11 +259,11 @@ func newCheck() *cobra.Command {
 	var a asking
 	c := &cobra.Command{
 		Use:   "check --config FILE",
-		Short: "say whether a partition file is right, on this node or on an inventory",
-		Long: `Reads a partition file and holds each of its partitions, or the one of --partition,
-against this node, or against --inventory. The agent on this node answers, and says what
-a partition would wait for; without one, and with --inventory, holders are not known.
-What is wrong goes to standard error as file:line: reason, and the exit code is 5. A
+		Short: "check a partition file, for this node or an inventory",
+		Long: `Reads a partition file and checks each of its partitions, or the one of --partition, for
+this node or --inventory. The agent on this node answers, and names the holders that a
+partition would wait for; without one, and with --inventory, holders are not known.
+Mistakes go to standard error as file:line: reason, and the exit code is 5. A
 partition that fits and would wait for holders is not wrong.`,
 		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default",
 		RunE:    func(c *cobra.Command, _ []string) error { return a.check(c.Context(), consoleOf(c)) },
@@ -293,7 +293,7 @@ func (a *asking) check(ctx context.Context, c console) error {
 		}
 	}
 	if bad > 0 {
-		return invalid(fmt.Errorf("%s: %d of %d partitions cannot be had on these GPUs", a.config, bad, len(names)))
+		return invalid(fmt.Errorf("%s: %d of %d partitions do not fit these GPUs", a.config, bad, len(names)))
 	}
 	if !a.asked && len(plans) > 0 {
 		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(plans[0].Unknown, "; "))

@@ -65,7 +65,7 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `namespace/name`; its key is "+configKey)
 	f.nameFlags.register(fs)
 	fs.StringVar(&f.pod, "pod", "",
-		"this agent's own pod, `namespace/name`: the kubelet's list of holders is believed once it has it")
+		"this agent's own pod, `namespace/name`: the agent trusts the kubelet's list of holders once it has this pod")
 	f.partitionFlags.register(fs)
 	f.node.register(fs)
 	f.cap.register(fs)
@@ -77,9 +77,9 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	none, fixed, all := string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)
 	f.numaHints = command.Choice{Value: fixed, Of: []string{none, fixed, all}}
 	fs.Var(&f.numaHints, "numa-hints",
-		"which devices the kubelet is told the NUMA node of: none, "+
+		"devices whose NUMA node the kubelet is told: none, "+
 			"fixed (whole GPUs and MIG devices of fixed geometries) or "+
-			"all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
+			"all (memory units, replicas and MIG on demand too; it may then refuse requests for these that would fit)")
 	f.usage.register(fs)
 	f.log.Register(fs)
 }

@@ -70,11 +70,11 @@ func (b *boundFlag) Set(s string) error {
 func (f *usageFlags) register(fs *pflag.FlagSet) {
 	f.size = segments.DefaultMax >> 20
 	fs.Var(&f.size, "usage-size",
-		"the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
+		"the most `memory` on disk for the usage journal; its oldest records go first; 0 keeps none, and no account")
 	fs.StringVar(&f.labels, "usage-labels", "",
-		"`keys` of pods' labels that the usage journal has, with commas between them")
+		"`keys` of pods' labels that the usage journal records, with commas between them")
 	fs.DurationVar(&f.idle, "idle-after", meter.DefaultIdle,
-		"`time` after which a grant that no process has used is told of; 0 is never")
+		"`time` after which a grant that no process has used is reported; 0 is never")
 	fs.BoolVar(&f.dcgm, "dcgm-names", false,
 		"serve what containers use under dcgm-exporter's names, too; not beside a dcgm-exporter")
 }
@@ -148,8 +148,8 @@ func newUsage() *cobra.Command {
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "usage",
-		Short: "print who was granted how much of this node's GPUs, who used it, and who had them when",
-		Long: `Prints who was granted how much of this node's GPUs and used it, or with --at who had them
+		Short: "print how much of this node's GPUs each namespace was granted and used, or who held them at a time",
+		Long: `Prints who was granted how much of this node's GPUs and used it, or with --at who held them
 then. It reads the journal that the agent keeps in --state-dir.
 
 ` + timesUsage,
@@ -169,7 +169,7 @@ then. It reads the journal that the agent keeps in --state-dir.
 	fs.StringVar(&r.by, "by", "namespace",
 		"what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
 	timeFlags(fs, &r.since, &r.until)
-	fs.StringVar(&r.at, "at", "", "print who had something at this `time`")
+	fs.StringVar(&r.at, "at", "", "print who held something at this `time`")
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
 	stateDirFlag(fs, &stateDir)
 	output = outputFlag(fs, "text", "csv", "json")
@@ -313,8 +313,8 @@ func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 		if o.Namespace == "" {
 			whose = "no namespace"
 		}
-		fmt.Fprintf(out, "note: %d records of %s, from before %s, are not in the journal any more: "+
-			"what it had was more than its share of --usage-size\n",
+		fmt.Fprintf(out, "note: %d records of %s, from before %s, were removed from the journal: "+
+			"they exceeded its share of --usage-size\n",
 			l.Records, whose, l.Before.UTC().Format(time.RFC3339))
 	}
 }

@@ -20,7 +20,7 @@ func newRoot() *cobra.Command {
 		Use:   "gpu-placer",
 		Short: "tell schedulers which node has room for a pod",
 		Long: `Tells schedulers which node of a cluster has room for a pod that asks for pieces of GPUs,
-by what the agents on the nodes say.`,
+from what the agents on the nodes report.`,
 	}
 	root.AddCommand(newRun(), newCertificates(), command.NewVersion("gpu-placer", build()))
 	return root

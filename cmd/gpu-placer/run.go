@@ -55,19 +55,19 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	f.names.Register(fs)
 	f.doors = command.List{Values: []string{extenderDoor}, Of: []string{extenderDoor, kueueDoor, liqoDoor}}
 	fs.Var(&f.doors, "doors",
-		"for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), "+
+		"doors to open: extender (kube-scheduler's HTTP extender), kueue (admission checks), "+
 			"liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the extender's door's certificate (PEM)")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
 	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "",
-		"`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
+		"`file` with the authorities of clients' certificates (PEM): the door refuses other clients")
 	fs.BoolVar(&f.insecure, "insecure-door", false,
 		"serve schedulers without --client-ca-file, over plain HTTP without a certificate: "+
-			"then whoever reaches the door can reserve room")
+			"then any program that reaches the door can reserve room")
 	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer",
-		"`namespace/name` of the Lease by which one of several processes leads; empty where there is one process")
+		"`namespace/name` of the Lease by which one of several processes leads; empty if there is only one process")
 	f.log.Register(fs)
 }
 
@@ -82,11 +82,11 @@ func (f *runFlags) complete() error {
 	case (f.tls.Cert == "") != (f.tls.Key == ""):
 		return command.Usagef("--tls-cert-file and --tls-key-file go together")
 	case f.tls.ClientCA != "" && f.tls.Cert == "":
-		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
+		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS, clients show no certificate")
 	case f.doors.Has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
 		return command.Usagef("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, " +
-			"or everybody who reaches it can reserve room: " +
-			"make them with `gpu-placer certificates`, or say --insecure-door")
+			"or any program that reaches it can reserve room: " +
+			"make them with `gpu-placer certificates`, or set --insecure-door")
 	}
 	return nil
 }
@@ -98,7 +98,7 @@ func newRun() *cobra.Command {
 		Use:   "run",
 		Short: "answer schedulers which node has room for a pod (the Deployment's program)",
 		Long: `Tells schedulers which node has room for a pod, by the GPUNodes of the cluster. One process
-serves a cluster; of several, one leads.`,
+serves a cluster; if there are several, one of them leads.`,
 		Example: "gpu-placer run --kubeconfig ~/.kube/config --doors kueue",
 		RunE: func(c *cobra.Command, _ []string) error {
 			if err := f.complete(); err != nil {
@@ -216,7 +216,7 @@ func (p *place) serve(ctx context.Context) error {
 	if p.flags.doors.Has(extenderDoor) {
 		p.books.TellUnguarded(func(u fleet.Unguarded) {
 			p.metrics.Unguarded()
-			p.log.Warn("a pod was bound without the placer's word",
+			p.log.Warn("a pod was bound without asking the placer",
 				"namespace", u.Namespace, "pod", u.Name, "node", u.Node)
 		})
 		door := extender.New(p.books, extender.Options{

@@ -96,12 +96,12 @@ func noCommand(c *cobra.Command, args []string) error {
 	case nearest(args[0], names) != "":
 		return Usagef("there is no command %q: write %s", args[0], nearest(args[0], names))
 	}
-	return Usagef("there is no command %q, but %s", args[0], strings.Join(names, ", "))
+	return Usagef("there is no command %q: the commands are %s", args[0], strings.Join(names, ", "))
 }
 
 func noArguments(_ *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return Usagef("unexpected argument %q: it takes flags alone", args[0])
+		return Usagef("unexpected argument %q: the command takes only flags", args[0])
 	}
 	return nil
 }
@@ -159,7 +159,7 @@ func (p *Program) flagError(c *cobra.Command, err error) error {
 		if near := nearest(name, names); near != "" {
 			return Usagef("there is no flag %s%s: write --%s", dashes, name, near)
 		}
-		return Usagef("there is no flag %s%s: %s --help lists those that there are", dashes, name, c.CommandPath())
+		return Usagef("there is no flag %s%s: %s --help lists the flags", dashes, name, c.CommandPath())
 	case errors.As(err, &empty):
 		value, _ := pflag.UnquoteUsage(empty.GetFlag())
 		return Usagef("--%s has no value: write --%[1]s %s", empty.GetFlag().Name, strings.ToUpper(value))
@@ -280,7 +280,7 @@ func (p *Program) printHelp(c *cobra.Command, _ []string) {
 	}
 	fmt.Fprintf(out, "\nFlags:\n%s", c.Flags().FlagUsagesWrapped(helpWidth))
 	if c.HasSubCommands() {
-		fmt.Fprintf(out, "\n%s COMMAND --help tells more of a command, with an example.\n", c.CommandPath())
+		fmt.Fprintf(out, "\n%s COMMAND --help explains a command, with an example.\n", c.CommandPath())
 	}
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if name := p.variable(f); name != "" && text != "" {

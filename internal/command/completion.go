@@ -25,8 +25,9 @@ func (p *Program) completion() *cobra.Command {
 	}
 	c := &cobra.Command{
 		Use:   "completion SHELL",
-		Short: "print what makes a shell complete commands, flags and values",
-		Long: fmt.Sprintf(`Prints what makes a shell complete commands, flags and values: bash, zsh, fish or powershell.
+		Short: "print a script that lets a shell complete commands, flags and values",
+		Long: fmt.Sprintf(`Prints a script that lets a shell complete commands, flags and values: bash, zsh,
+fish or powershell.
 
   source <(%[1]s completion bash)            # or zsh, behind autoload -U compinit; compinit
   %[1]s completion fish | source

@@ -28,16 +28,16 @@ const (
 // meanings explains the exit codes in the reference.
 var meanings = [...]string{
 	Done: "done; of `plan`: the partition would be `applied`; " +
-		"of `check`: all partitions fit, whatever they would wait for",
-	Failed: "failed: standard error says why",
+		"of `check`: all partitions fit, even if they would wait for holders",
+	Failed: "failed: standard error has the reason",
 	Usage: "the command line or an environment variable is wrong: " +
-		"standard error says in one line what to write instead",
-	Blocked: "holders are in the way: `plan` says whose end the partition would wait for (`blocked`), " +
-		"`cleanup` which pods hold devices",
-	NotApplied: "of `plan`: the partition would be `pending` or `failed`: a reset that is left to you, " +
-		"a driver that does not answer, a GPU that somebody else gives out",
-	Invalid: "the partition file is wrong, or a partition cannot be had on these GPUs " +
-		"(`invalid`; of `check`, `failed` too): standard error says where",
+		"standard error has one line with what to write instead",
+	Blocked: "holders are in the way: `plan` names those that the partition would wait for (`blocked`), " +
+		"`cleanup` the pods that hold devices",
+	NotApplied: "of `plan`: the partition would be `pending` or `failed`: you must reset a GPU, " +
+		"the driver does not answer, or another program gives out a GPU",
+	Invalid: "the partition file is wrong, or a partition does not fit these GPUs " +
+		"(`invalid`; of `check`, `failed` too): standard error has the lines",
 }
 
 // Error is an error with an exit code of its own.

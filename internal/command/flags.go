@@ -28,7 +28,7 @@ func (d *Domains) Register(fs *pflag.FlagSet) {
 		"`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
 			"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
 	fs.StringVar(&d.ResourceDomain, "resource-domain", "",
-		"`domain` of the resources alone, in admission.yaml too (default: --domain)")
+		"`domain` of resources only, in admission.yaml too (default: --domain)")
 }
 
 // Complete checks the domains and sets defaults.
@@ -59,7 +59,7 @@ func (l *Log) Register(fs *pflag.FlagSet) {
 	l.format = Choice{Value: "text", Of: []string{"text", "json"}}
 	fs.Var(&l.format, "log-format", "how the log is written")
 	l.level = Choice{Value: "info", Of: []string{"debug", "info", "warn", "error"}}
-	fs.Var(&l.level, "log-level", "the least grave lines that the log has")
+	fs.Var(&l.level, "log-level", "level of the least severe lines that are logged")
 }
 
 // Logger returns a logger that writes to w as the flags say.

@@ -109,7 +109,7 @@ func (p *Program) Flaws() (out []string) {
 // Reference returns the commands and flags as Markdown, under headings of the third level.
 func (p *Program) Reference() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` tells more of a command, with an example.\n\n"+
+	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` explains a command, with an example.\n\n"+
 		"| command | does |\n|---|---|\n", p.root.Name())
 	for _, c := range p.commands() {
 		if !c.HasSubCommands() {
@@ -119,7 +119,7 @@ func (p *Program) Reference() string {
 	}
 	fmt.Fprint(&b, "\n### Flags\n\n"+
 		"A flag has one meaning in all commands that have it. "+
-		"Where the command line does not have it, its environment variable\n"+
+		"If it is not on the command line, its environment variable\n"+
 		"counts. Any other variable that begins with `"+p.prefix+"` is an error, "+
 		"so that a misspelt one is seen. Those that Kubernetes\n"+
 		"sets for Services ("+"`"+p.prefix+"SERVICE_HOST` and the like) are ignored.\n\n"+
