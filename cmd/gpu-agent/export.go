@@ -250,7 +250,7 @@ func printText(c *cobra.Command, of func() ([]byte, error)) error {
 	return err
 }
 
-// instances are the nodes of an export to autoscalers.
+// instances returns an export to autoscalers, with its nodes.
 func (s *sourceFlags) instances(c *cobra.Command, files []string) (*export.Autoscaler, error) {
 	nodes, err := s.read(c.Context(), consoleOf(c), files, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}

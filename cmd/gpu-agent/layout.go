@@ -10,8 +10,7 @@ import (
 	"example.com/gpu-agent/internal/command"
 )
 
-// layoutFlags are the flags for what happens to devices and instances that a layout does not
-// have room for, or that are idle.
+// layoutFlags are the flags for devices and instances that are in the way of a layout, or idle.
 type layoutFlags struct {
 	whenBusy, foreign, reset command.Choice
 	idleTTL                  time.Duration

@@ -111,7 +111,7 @@ func (a *asking) agent(
 	if a.inventory != "" {
 		return answer, false, nil
 	}
-	// The agent has its own flags. The command line's replace them in the answer.
+	// The agent answers by its own flags, except for those that this command line has.
 	if a.flags.Changed("memory-unit") {
 		q.UnitMiB = uint64(a.of.unit)
 	}

@@ -260,7 +260,7 @@ func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 // decides.
 var holdersIn = map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}
 
-// openDriver opens the driver. Before, it installs the hook program where the host can run it.
+// openDriver opens the driver. It first installs the hook program where the host can run it.
 func openDriver(ctx context.Context, f *runFlags, log *slog.Logger) (*nvml.Driver, error) {
 	o := f.driver.options(log)
 	program, err := nvml.FindHook()

@@ -20,8 +20,7 @@ func (p *Program) variable(f *pflag.Flag) string {
 	return p.prefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
 }
 
-// ofCobra are variables of cobra's own, without the prefix: people choose with them how it
-// completes.
+// ofCobra are cobra's own variables, without the prefix. They set how it completes.
 var ofCobra = []string{"ACTIVE_HELP", "COMPLETION_DESCRIPTIONS"}
 
 // environment sets the flags that are not on the command line from their variables. It leaves

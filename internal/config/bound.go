@@ -30,7 +30,8 @@ const (
 
 // measure returns what a file has too much of, and on which line; the reason is empty if the
 // file is within bounds. It looks at each byte once. Within some texts it cannot tell whether a
-// bracket or a quote belongs to the structure. It then counts it, so it may count too much.
+// bracket or a quote belongs to the structure. It then takes it as such, so it may count too
+// much.
 func measure(data []byte) (line int, reason string) {
 	line = 1
 	marks, inBrackets, depth, began := 0, 0, 0, 1

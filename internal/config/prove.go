@@ -176,8 +176,8 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 }
 
 // byLine has the reasons against a partition on a node, by the line of the file. Each reason
-// has the GPUs that it is true for, in the order in which they were found. A node has up to 16
-// GPUs, so they share one message.
+// has the GPUs that it is true for, in the order they were found. A node has up to 16 GPUs, so
+// they share one message.
 type byLine map[int][]refusal
 
 type refusal struct {

@@ -682,7 +682,7 @@ func (m *Monitor) Due(now time.Time) time.Time {
 				continue
 			}
 			any = true
-			// The end of a hold need not wait for the next round.
+			// A hold may end before the next probe is due.
 			if end := f.last.Add(m.hold << f.strikes); end.After(m.lastRead) && end.Before(next) {
 				next = end
 			}

@@ -80,7 +80,7 @@ func Remove(dir string) error {
 	r.socket(temporary(Socket))
 	r.tree(capDir)
 	r.tree(usageDir)
-	// In a container dir is a mount point, on a read-only file system.
+	// In a container, dir is a mount point in a read-only directory.
 	if err := os.Remove(dir); err != nil && !stays(err) && !errors.Is(err, unix.EROFS) {
 		r.failed(err)
 	}

@@ -66,8 +66,8 @@ func (s *Placement) there() bool {
 	return s.UUID != "" || s.State != PlacementFree && s.State != PlacementCovered && s.State != PlacementFailed
 }
 
-// drawnFirst is the order in which devices claim the same memory slices. During a change, a
-// device that is being created can overlap one that is leaving.
+// drawnFirst has the states of devices in the order of their claim on the same memory slices.
+// During a change, a device that is being created can overlap one that is leaving.
 var drawnFirst = []string{
 	PlacementHeld, PlacementMaking, PlacementLeaving, PlacementForeign, PlacementWarm, PlacementFailed,
 	PlacementCovered, PlacementFree,

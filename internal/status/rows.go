@@ -30,7 +30,7 @@ func stateTone(state string) string {
 	return "warn"
 }
 
-// placementTone returns the tone in which a MIG device is shown.
+// placementTone returns the tone for a MIG device in a state.
 func placementTone(state string) string {
 	switch state {
 	case PlacementHeld:

@@ -15,9 +15,9 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// kept is the time for which the totals of ended containers are kept. A new container of the
-// same names adds to them: a pod of a StatefulSet that is made anew, for example. A counter
-// must not fall while it is shown, or Prometheus counts all of it again.
+// kept is how long the totals of ended containers are kept. A new container with the same names
+// adds to them, for example in a recreated pod of a StatefulSet. A counter must not fall while
+// it is shown, or Prometheus counts all of it again.
 const kept = time.Hour
 
 // Book holds the open grants and the totals of containers, as records have told them. Use
@@ -33,11 +33,11 @@ type Book struct {
 	tell Teller
 }
 
-// Teller is called for each stretch of time that a grant completes. A book without one has nil.
+// Teller is told of grants while a book applies records.
 type Teller interface {
-	// Granted reports that a piece was charged from one time to another, with that part of its
-	// share, 0 to 1. Used reports how much more of it was used between the two times. Ended
-	// reports that the grant was released.
+	// Granted is called when a piece was charged from one time to another, with part (0 to 1)
+	// of its share. Used is called with what was used of it between two times, and Ended when
+	// the grant was released.
 	Granted(g *Grant, h *Held, from, to time.Time, part float64)
 	Used(g *Grant, h *Held, from, to time.Time, more Use)
 	Ended(g *Grant)
@@ -68,9 +68,9 @@ type Held struct {
 
 // Charge is what was charged for a piece so far, and what was used of it.
 type Charge struct {
-	// Gone is the part of the piece, 0 to 1, that a later grant has got. It is so since From; a
-	// zero From is the grant's beginning. Seconds is what was charged before From: seconds
-	// times the part that was not gone.
+	// Gone is the part of the piece, 0 to 1, that a later grant has now, and From the time
+	// since which it has; a zero From is the grant's own beginning. Seconds is what was charged
+	// before From: seconds times the part that was not gone.
 	Gone    float64   `json:"gone,omitempty"`
 	From    time.Time `json:"from,omitzero"`
 	Seconds float64   `json:"seconds,omitempty"`
@@ -478,7 +478,7 @@ type Shown struct {
 	// could not be written.
 	Written bool
 	Lost    uint64
-	// Dropped counts the records that were removed since the journal was full.
+	// Dropped counts the records that were removed because the journal was full.
 	Dropped DroppedRecords
 }
 

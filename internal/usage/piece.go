@@ -78,8 +78,8 @@ func (p *Piece) read(data []byte, more ...string) error {
 	return nil
 }
 
-// PiecesOf returns the pieces of grants. The inventory tells indexes, shares and memory; a GPU
-// that is not in it has the index -1.
+// PiecesOf returns the pieces of grants. Their indexes, shares and memory follow from the
+// inventory; a GPU that is not in it has the index -1.
 func PiecesOf(grants []ledger.Grant, inv *gpu.Inventory) []Piece {
 	out := make([]Piece, len(grants))
 	for i := range grants {

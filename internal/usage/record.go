@@ -43,8 +43,8 @@ type Record struct {
 	Grant uint64 `json:"grant,omitempty"`
 	// Allocation, FrontEnd and Resource are the ledger's. Count is how many devices the pod
 	// asked for, and Pieces what it got; Count is also the number of records in "lost" and
-	// "left-out". Adopted is true if the grant is older than the record: its agent ended before
-	// it could write it.
+	// "left-out". Adopted is true if the grant is older than the record: the agent that made it
+	// ended before it could write it.
 	Allocation string          `json:"allocation,omitempty"`
 	FrontEnd   ledger.FrontEnd `json:"frontEnd,omitempty"`
 	Resource   string          `json:"resource,omitempty"`

@@ -14,13 +14,13 @@ import (
 	"time"
 )
 
-// thinned is the time between two records of use in a segment that is over.
+// thinned is the time between two records of use that a copy keeps.
 const thinned = 3 * time.Hour
 
-// Copier copies closed segments, one after another, into one. It keeps all records but most of
-// those of use: their totals are cumulative, so the last one of each three hours is enough. It
-// leaves out lines that are not records, what [Omit] names, and the totals of ended containers,
-// which only a starting agent needs. It weighs what it writes. Use [NewCopier].
+// Copier copies closed segments, one after another, into one. It keeps all records, except for
+// most of those of use: their totals are cumulative, so the last one of each three hours is
+// enough. It leaves out lines that are not records, what [Omit] names, and the totals of ended
+// containers, which only a starting agent needs. It weighs what it writes. Use [NewCopier].
 type Copier struct {
 	to io.Writer
 	// last holds the use up to at that is not written yet; the first of it came at since.

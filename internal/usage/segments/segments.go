@@ -84,7 +84,7 @@ func (s *Store) open() error {
 		}
 	}
 	if s.n = 1; len(all.segments) > 0 {
-		// If the last segment is packed, the next one was not begun yet. It is now.
+		// A packed last segment has no successor yet, so one is begun.
 		if last := all.segments[len(all.segments)-1]; last.packed {
 			s.n = last.n + 1
 		} else {

@@ -144,7 +144,7 @@ func (i *info) packedOf(o usage.Owner) int64 {
 	return int64(float64(i.size) * float64(i.Of[o].Bytes) / float64(max(1, i.Bytes)))
 }
 
-// trim marks so many packed bytes of an owner in the oldest segments.
+// trim marks an owner's records in the oldest segments, about much bytes of them as packed.
 func trim(files []info, trims []map[usage.Owner]usage.Trim, o usage.Owner, much int64, coarse bool) {
 	for i := range files {
 		w, there := files[i].Of[o]
