@@ -138,7 +138,7 @@ func TestEnvironment(t *testing.T) {
 	t.Setenv("GPU_AGENT_MEMORY_UNIT", "256MiB")
 	t.Setenv("GPU_AGENT_DOMAIN", "env.example")
 	var f runFlags
-	var a asking
+	var a planFlags
 	root := &cobra.Command{Use: "gpu-agent"}
 	for name, register := range map[string]func(*pflag.FlagSet){"run": f.register, "plan": a.register} {
 		c := &cobra.Command{Use: name, RunE: func(*cobra.Command, []string) error { return nil }}

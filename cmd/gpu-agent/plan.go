@@ -36,9 +36,9 @@ var (
 // fit the GPUs.
 func invalid(err error) error { return &command.Error{Exit: command.Invalid, Err: err} }
 
-// asking are the flags of commands that ask what a partition would do. The agent on this node
+// planFlags are the flags of commands that ask what a partition would do. The agent on this node
 // answers; if there is none, the answer is from an inventory.
-type asking struct {
+type planFlags struct {
 	driver    driverFlags
 	config    string
 	partition string
@@ -51,7 +51,7 @@ type asking struct {
 	asked bool
 }
 
-func (a *asking) register(fs *pflag.FlagSet) {
+func (a *planFlags) register(fs *pflag.FlagSet) {
 	a.flags = fs
 	a.driver.register(fs)
 	configFlag(fs, &a.config)
@@ -63,7 +63,7 @@ func (a *asking) register(fs *pflag.FlagSet) {
 }
 
 // read checks the flags and reads the partition file.
-func (a *asking) read(c console) (f partitionFile, err error) {
+func (a *planFlags) read(c console) (f partitionFile, err error) {
 	if a.config == "" {
 		return f, command.Usagef("--config is missing: write --config FILE, " +
 			"the partition file, or --config - for the standard input")
@@ -105,7 +105,7 @@ func completePartition(c *cobra.Command) {
 const patience = time.Minute
 
 // agent asks the agent on this node. asked is false if there is none, or if --inventory is set.
-func (a *asking) agent(
+func (a *planFlags) agent(
 	ctx context.Context, c console, q status.Question,
 ) (answer status.Answer, asked bool, err error) {
 	if a.inventory != "" {
@@ -161,8 +161,8 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 // have.
 const maxInput = 2 << 20
 
-// mistaken prints the mistakes in a partition file as file:line: reason.
-func mistaken(c console, name string, of []status.Mistake) {
+// printMistakes prints the mistakes in a partition file as file:line: reason.
+func printMistakes(c console, name string, of []status.Mistake) {
 	for _, m := range of {
 		fmt.Fprintf(c.err, "%s:%d: %s\n", name, m.Line, m.Message)
 	}
@@ -170,7 +170,7 @@ func mistaken(c console, name string, of []status.Mistake) {
 
 // newPlan makes `gpu-agent plan`.
 func newPlan() *cobra.Command {
-	var a asking
+	var a planFlags
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "plan --config FILE",
@@ -191,7 +191,7 @@ some GPU, 4 if it would be pending or failed for another reason, and 5 if it is 
 	return c
 }
 
-func (a *asking) plan(ctx context.Context, c console, format string) error {
+func (a *planFlags) plan(ctx context.Context, c console, format string) error {
 	f, err := a.read(c)
 	if err != nil {
 		return err
@@ -212,12 +212,12 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 		answer.Plans = []status.Plan{p}
 	}
 	if len(answer.Mistakes) > 0 || len(answer.Plans) != 1 {
-		mistaken(c, f.name, answer.Mistakes)
+		printMistakes(c, f.name, answer.Mistakes)
 		return invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 	}
 	p := answer.Plans[0]
 	if p.State == string(agent.Invalid) {
-		mistaken(c, f.name, p.Mistakes)
+		printMistakes(c, f.name, p.Mistakes)
 		return invalid(fmt.Errorf("%s: partition %s does not fit these GPUs", f.name, p.Partition))
 	}
 	if format == "json" {
@@ -238,7 +238,7 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 }
 
 // without returns a plan from an inventory, if there is no agent to ask.
-func (a *asking) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
+func (a *planFlags) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
 	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
 	if err != nil {
 		return status.Plan{}, err
@@ -246,7 +246,7 @@ func (a *asking) without(ctx context.Context, c console, f *config.File, partiti
 	return a.from(c, inv, f, partition), nil
 }
 
-func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
+func (a *planFlags) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
 	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.names.ResourceDomain, f, partition)
 	if odd != nil {
 		fmt.Fprintln(c.err, odd)
@@ -256,7 +256,7 @@ func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition s
 
 // newCheck makes `gpu-agent check`.
 func newCheck() *cobra.Command {
-	var a asking
+	var a planFlags
 	c := &cobra.Command{
 		Use:   "check --config FILE",
 		Short: "check a partition file, for this node or an inventory",
@@ -273,7 +273,7 @@ partition that fits and would wait for holders is not wrong.`,
 	return c
 }
 
-func (a *asking) check(ctx context.Context, c console) error {
+func (a *planFlags) check(ctx context.Context, c console) error {
 	f, err := a.read(c)
 	if err != nil {
 		return err
@@ -288,7 +288,7 @@ func (a *asking) check(ctx context.Context, c console) error {
 	}
 	bad := 0
 	for i := range plans {
-		if !tellFit(c, f.name, a.config, &plans[i]) {
+		if !printFit(c, f.name, a.config, &plans[i]) {
 			bad++
 		}
 	}
@@ -302,7 +302,7 @@ func (a *asking) check(ctx context.Context, c console) error {
 }
 
 // all returns the plans of several partitions, without what pods can ask for.
-func (a *asking) all(
+func (a *planFlags) all(
 	ctx context.Context, c console, f *partitionFile, names []string,
 ) (plans []status.Plan, err error) {
 	for part := range slices.Chunk(names, status.MostAsked) {
@@ -313,7 +313,7 @@ func (a *asking) all(
 		if !asked {
 			break
 		}
-		if mistaken(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
+		if printMistakes(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
 			return nil, invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 		}
 		plans = append(plans, answer.Plans...)
@@ -332,10 +332,10 @@ func (a *asking) all(
 	return plans, nil
 }
 
-// tellFit prints whether a partition fits, and returns true if it does.
-func tellFit(c console, name, file string, p *status.Plan) bool {
+// printFit prints whether a partition fits, and returns true if it does.
+func printFit(c console, name, file string, p *status.Plan) bool {
 	wrong := slices.Concat(p.Mistakes, p.Open)
-	mistaken(c, name, wrong)
+	printMistakes(c, name, wrong)
 	refused := false
 	for _, k := range p.Conditions {
 		if k.Type == status.Refused {

@@ -257,7 +257,7 @@ func (r *usageReport) sums(c console) error {
 	if err := segments.Read(r.dir, from, left.Noting(book.Apply)); err != nil {
 		return err
 	}
-	tellLeft(c.err, left, from)
+	printRemoved(c.err, left, from)
 	sums := report.Sum(book)
 	heads := []string{
 		strings.ToUpper(r.by), "GRANTS",
@@ -297,8 +297,8 @@ func (r *usageReport) hours(h *float64) string {
 // mostLeft is how many owners tellLeft names.
 const mostLeft = 10
 
-// tellLeft prints the owners whose records since a time were removed from the journal.
-func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
+// printRemoved prints the owners whose records since a time were removed from the journal.
+func printRemoved(out io.Writer, left account.Dropped, from time.Time) {
 	told := 0
 	for _, o := range slices.SortedFunc(maps.Keys(left), account.Owner.Compare) {
 		l := left[o]
@@ -331,7 +331,7 @@ func (r *usageReport) presence(c console) error {
 	if err := segments.Read(r.dir, at, left.Noting(book.Apply)); err != nil {
 		return err
 	}
-	tellLeft(c.err, left, at)
+	printRemoved(c.err, left, at)
 	had := who.Who(book)
 	stamp := func(t time.Time) string {
 		if t.IsZero() {

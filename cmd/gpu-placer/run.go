@@ -111,8 +111,8 @@ serves a cluster; if there are several, one of them leads.`,
 	return c
 }
 
-// place is a placer: the books, and all that they are connected to.
-type place struct {
+// placer has the books, and all that they are connected to.
+type placer struct {
 	flags   *runFlags
 	log     *slog.Logger
 	books   *fleet.Fleet
@@ -127,7 +127,7 @@ type place struct {
 // run serves schedulers until ctx ends.
 func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	log.Info("gpu-placer", "version", build().Version(), "domain", f.names.Domain, "doors", f.doors.String())
-	p := &place{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
+	p := &placer{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
 	p.sites = fleet.CountSites(p.books, f.names.Domain+"/"+gpunode.Site)
 	p.metrics = placerobs.NewMetrics(build().Version(), p.state,
 		words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
@@ -163,7 +163,7 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 }
 
 // state returns what the metrics show of the books and the doors.
-func (p *place) state() (s placerobs.State) {
+func (p *placer) state() (s placerobs.State) {
 	s.Waiting, s.Reservations = p.books.State()
 	s.PassedOver = p.books.PassedOver()
 	s.Leads = p.books.Ready() == nil
@@ -181,7 +181,7 @@ func (p *place) state() (s placerobs.State) {
 }
 
 // serve runs everything until ctx ends or a part of it fails.
-func (p *place) serve(ctx context.Context) error {
+func (p *placer) serve(ctx context.Context) error {
 	g, ctx := errgroup.WithContext(ctx)
 	if ns, name, elected := command.Namespaced(p.flags.lease); elected {
 		lease := p.cluster.NewLease(ns, name, identity(), p.books.Lead)
@@ -289,7 +289,7 @@ func words[T ~string](list []T) (out []string) {
 }
 
 // serveExtender answers schedulers until ctx ends.
-func (p *place) serveExtender(ctx context.Context, door http.Handler) error {
+func (p *placer) serveExtender(ctx context.Context, door http.Handler) error {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", p.flags.listen)
 	if err != nil {
 		return fmt.Errorf("serve schedulers on %q (--listen): %w", p.flags.listen, err)

@@ -105,12 +105,12 @@ func measure(data []byte) (line int, reason string) {
 
 func isBlank(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
 
-// shallow sets our limits in the YAML library.
-type shallow struct{}
+// yamlLimits sets our limits in the YAML library.
+type yamlLimits struct{}
 
 // CheckAlias implements yaml.LoaderLimitsPlugin. The library does not replace aliases for us;
 // expander does.
-func (shallow) CheckAlias(aliases, _ int) error {
+func (yamlLimits) CheckAlias(aliases, _ int) error {
 	if aliases > maxAliased {
 		return fmt.Errorf("more than %d aliases", maxAliased)
 	}
@@ -118,7 +118,7 @@ func (shallow) CheckAlias(aliases, _ int) error {
 }
 
 // CheckDepth implements yaml.LoaderLimitsPlugin.
-func (shallow) CheckDepth(depth int, _ *yaml.DepthContext) error {
+func (yamlLimits) CheckDepth(depth int, _ *yaml.DepthContext) error {
 	if depth > mostDeep {
 		return fmt.Errorf("values are nested more than %d levels deep, and a partition file needs six", mostDeep)
 	}

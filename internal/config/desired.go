@@ -108,9 +108,10 @@ type entry struct {
 	// want has no API if the entry names none. apiLine is the line of the API.
 	want    Want
 	apiLine int
-	// unbuilt is why this version does not support the entry, at unbuiltLine; empty if it does.
-	unbuilt     string
-	unbuiltLine int
+	// unsupported is why this version does not support the entry, at unsupportedLine; empty if
+	// it does.
+	unsupported     string
+	unsupportedLine int
 }
 
 // selector selects GPUs. One of all, model, indices and uuids is set. filter, if it is not
@@ -171,7 +172,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 	f.checkPresent(m, p, inv)
 
 	cannot := byLine{}
-	makes, names := make(map[int]*made), &offers{}
+	makes, names := make(map[int]*entryDevices), &offers{}
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
 	for i := range inv.GPUs {
@@ -194,7 +195,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 		case match >= 0:
 			e := &p.entries[match]
 			w = e.want
-			cannot.add(e.unbuiltLine, e.unbuilt, dev.Index)
+			cannot.add(e.unsupportedLine, e.unsupported, dev.Index)
 			reason := ""
 			w.Unproven, reason = prove(&w, dev)
 			cannot.add(e.line, reason, dev.Index)

@@ -83,8 +83,8 @@
 //   - A device-filter is one PCI id or a list. Each may have the subsystem's id after a colon, if
 //     boards of one device differ. An index that the node lacks is a mistake, unless the filter
 //     excludes all GPUs of the node.
-//   - `mig-enabled: false` means whole. `mig-devices: {}` is MIG on with no instance; absent or null
-//     it is a mistake if MIG is on. A count of zero beside others means none.
+//   - `mig-enabled: false` means whole. `mig-devices: {}` is MIG on with no instance; absent or
+//     null it is a mistake if MIG is on. A count of zero beside others means none.
 //
 // tests/peers lets NVIDIA's tool apply each example of its documentation, and compares the result.
 //

@@ -177,7 +177,8 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
 		if e.want.Compute == ComputeMPS {
-			e.unbuilt, e.unbuiltLine = "compute mps is not supported in this version yet; timeslice works", c.Line
+			e.unsupported = "compute mps is not supported in this version yet; timeslice works"
+			e.unsupportedLine = c.Line
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -242,7 +243,7 @@ const (
 // deviceList reads indexes or UUIDs. A list of both is refused, since it could name one GPU
 // twice unnoticed.
 func (p *parser) deviceList(s *selector, n *yaml.Node) {
-	nodes, _ := p.few(n, "devices", mostGPUs, noSuchNode)
+	nodes, _ := p.itemsUpTo(n, "devices", mostGPUs, noSuchNode)
 	indexLine, uuidLine := make(map[int]int), make(map[gpu.UUID]int)
 	for _, c := range nodes {
 		if c.Kind == yaml.ScalarNode && c.ShortTag() == "!!str" {
@@ -325,7 +326,7 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 }
 
 func (p *parser) profiles(n *yaml.Node) []mig.Name {
-	nodes, _ := p.few(n, "profiles", mostProfiles, noSuchGPU)
+	nodes, _ := p.itemsUpTo(n, "profiles", mostProfiles, noSuchGPU)
 	var names []mig.Name
 	lines := make(map[mig.Name]int)
 	for _, c := range nodes {

@@ -13,18 +13,18 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// made is what one entry offers on a node: the number of devices, the indexes of their GPUs,
-// and the GPUs among them that it offers in units of memory.
-type made struct {
+// entryDevices is what one entry offers on a node: the number of devices, the indexes of their
+// GPUs, and the GPUs among them that it offers in units of memory.
+type entryDevices struct {
 	devices int
 	indices []int
 	inUnits []*gpu.Device
 }
 
 // add adds one GPU; m may be nil.
-func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
+func (m *entryDevices) add(w *Want, d *gpu.Device, unit gpu.MiB) *entryDevices {
 	if m == nil {
-		m = &made{}
+		m = &entryDevices{}
 	}
 	m.devices += devicesOf(w, d, unit)
 	m.indices = append(m.indices, d.Index)
@@ -62,7 +62,7 @@ func devicesOf(w *Want, d *gpu.Device, unit gpu.MiB) (n int) {
 // checkSum refuses a partition with more devices than a node may have: the kubelet does not
 // accept such a list, and the agent would need more memory than it may have. The mistake is on
 // the line of the entry with the most devices.
-func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
+func checkSum(m *mistakes, p *partition, by map[int]*entryDevices, unit gpu.MiB) {
 	total, most := 0, -1
 	var inUnits []*gpu.Device
 	units := 0

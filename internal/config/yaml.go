@@ -73,7 +73,7 @@ func decode(data []byte, limit int) (docs []*yaml.Node, err error) {
 			err = fmt.Errorf("cannot be read: %v", p)
 		}
 	}()
-	loader, err := yaml.NewLoader(bytes.NewReader(data), yaml.WithPlugin(shallow{}))
+	loader, err := yaml.NewLoader(bytes.NewReader(data), yaml.WithPlugin(yamlLimits{}))
 	for err == nil && len(docs) < limit {
 		n := new(yaml.Node)
 		if err = loader.Load(n); err == nil {
@@ -278,9 +278,9 @@ func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[strin
 	return out, true
 }
 
-// few returns the elements of a list, as items does. It refuses a list with more than most
+// itemsUpTo returns the elements of a list, as items does. It refuses a list with more than most
 // elements; why is the reason for that bound.
-func (m *mistakes) few(n *yaml.Node, what string, most int, why string) ([]*yaml.Node, bool) {
+func (m *mistakes) itemsUpTo(n *yaml.Node, what string, most int, why string) ([]*yaml.Node, bool) {
 	if n.Kind == yaml.SequenceNode && m.tooMany(n, what, len(n.Content), most, why) {
 		return nil, false
 	}

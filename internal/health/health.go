@@ -99,7 +99,7 @@ type Record struct {
 	Over    bool      `json:"over,omitempty"`
 	// Load is the loading of the driver at the last complaint. Reset is true if a reset has
 	// been seen since then. Asked, Errors, Failed and Away are signs that only a reset removes;
-	// see traces.
+	// see resetSigns.
 	Load   string `json:"load,omitempty"`
 	Reset  bool   `json:"reset,omitempty"`
 	Asked  bool   `json:"asked,omitempty"`
@@ -147,11 +147,11 @@ type fault struct {
 	strikes     int       // doublings of the hold
 	clean       bool      // a reading since the last complaint was clean
 	over        bool      // recovered; kept to notice flapping
-	traces
+	resetSigns
 }
 
-// traces are the signs of a reset since a fault's last complaint.
-type traces struct {
+// resetSigns are the signs of a reset since a fault's last complaint.
+type resetSigns struct {
 	reset bool   // a reset has been seen
 	load  string // the loading of the driver at that complaint; empty if not known
 	// Signs that were seen since the fault began, and that only a reset removes: the driver
@@ -174,8 +174,10 @@ type complaint struct {
 	nameless bool
 }
 
-// traces returns the traces of a fault that begins with this complaint.
-func (c *complaint) traces() traces { return traces{load: c.load, away: c.away, nameless: c.nameless} }
+// resetSigns returns the signs of a fault that begins with this complaint.
+func (c *complaint) resetSigns() resetSigns {
+	return resetSigns{load: c.load, away: c.away, nameless: c.nameless}
+}
 
 // New returns a Monitor that knows no GPU.
 func New(o Options) *Monitor {
@@ -228,13 +230,13 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 			return false
 		}
 		mean := meaningOf(e.Xid)
-		c = complaint{key: place(mean.class, e.GI, e.CI), xid: e.Xid, needs: mean.needs}
+		c = complaint{key: faultKey(mean.class, e.GI, e.CI), xid: e.Xid, needs: mean.needs}
 	case gpu.EventLost:
 		if e.GPU == "" {
 			return false
 		}
 		c = complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver reports the GPU as lost", needs: NeedsReset,
+			key: faultKey(ClassLost, -1, -1), detail: "the driver reports the GPU as lost", needs: NeedsReset,
 			away: true,
 		}
 	default:
@@ -244,7 +246,7 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 	defer m.mu.Unlock()
 	c.load = m.load
 	if e.GPU == "" {
-		c.key, c.nameless = place(c.class, -1, -1), true // an instance's number means nothing without its GPU
+		c.key, c.nameless = faultKey(c.class, -1, -1), true // an instance's number means nothing without its GPU
 		for _, g := range m.gpus {
 			if g.known {
 				changed = g.complain(c, now) || changed
@@ -284,9 +286,9 @@ func (m *Monitor) strangerLocked(u gpu.UUID) *card {
 	return c
 }
 
-// place returns the key of a fault: the named instance if the class is limited to one, else the
+// faultKey returns the key of a fault: the named instance if the class is limited to one, else the
 // GPU.
-func place(class Class, gi, ci int) key {
+func faultKey(class Class, gi, ci int) key {
 	if r := rank(class); gi < 0 || r < 0 || !rules[r].instance {
 		return key{-1, -1, class}
 	}
@@ -298,12 +300,12 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	f := g.faults[c.key]
 	if f == nil && len(g.faults) >= maxFaults {
 		// No GPU has that many instances. The numbers may be wrong, but the GPU is faulty.
-		c.key = place(c.class, -1, -1)
+		c.key = faultKey(c.class, -1, -1)
 		f = g.faults[c.key]
 	}
 	if f == nil {
 		g.faults[c.key] = &fault{
-			xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, traces: c.traces(),
+			xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, resetSigns: c.resetSigns(),
 		}
 		return true
 	}
@@ -319,7 +321,7 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	f.reset, f.load, f.away, f.nameless = false, c.load, f.away || c.away, f.nameless && c.nameless
 	switch {
 	case f.over:
-		f.over, f.since, f.traces = false, now, c.traces()
+		f.over, f.since, f.resetSigns = false, now, c.resetSigns()
 	case c.class == ClassRecovery && c.xid == 0 && c.needs != f.needs:
 		// The driver's request replaces its last one, and also an Xid that only reported that
 		// there is one.
@@ -390,13 +392,13 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			continue
 		}
 		if !g.known {
-			changed = g.unfit() || changed
+			changed = g.faulty() || changed
 			delete(m.gpus, u)
 			continue
 		}
 		changed = g.endDriver() || changed
 		unlisted := complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver no longer lists the GPU", needs: NeedsNothing,
+			key: faultKey(ClassLost, -1, -1), detail: "the driver no longer lists the GPU", needs: NeedsNothing,
 			away: true, load: m.load,
 		}
 		changed = g.complain(unlisted, now) || changed
@@ -419,7 +421,7 @@ func (m *Monitor) waitLocked(what string, now time.Time) bool {
 
 // noDriver returns the complaint about a driver that cannot be asked.
 func noDriver(err error) complaint {
-	c := complaint{key: place(ClassDriver, -1, -1), detail: err.Error(), needs: NeedsDriver}
+	c := complaint{key: faultKey(ClassDriver, -1, -1), detail: err.Error(), needs: NeedsDriver}
 	if errors.Is(err, gpu.ErrReloaded) {
 		c.needs = NeedsRestart
 	}
@@ -443,7 +445,7 @@ func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Tim
 		}
 		complained := slices.ContainsFunc(complaints, func(c complaint) bool { return c.key == k })
 		if !f.over && f.waits(k.class) {
-			changed = f.look(k.class, gr.Health, load, answers && !complained) || changed
+			changed = f.findReset(k.class, gr.Health, load, answers && !complained) || changed
 		}
 		switch {
 		case f.over:
@@ -459,7 +461,7 @@ func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Tim
 			continue
 		case f.waits(k.class) && !f.reset:
 			continue
-		case rules[rank(k.class)].proof && !proved(gr.Health):
+		case rules[rank(k.class)].proof && !figuresBack(gr.Health):
 			continue
 		case k.class == ClassFirmware || k.class == ClassLink || k.class == ClassRecovery:
 			if gr.Health != nil && gr.Health.Recovery.Needed() {
@@ -480,9 +482,9 @@ func (f *fault) waits(class Class) bool {
 	return rules[rank(class)].reset || gpu.Recovery(f.needs).Resets()
 }
 
-// look looks in an answer for signs of a reset, and reports whether f.reset changed. here is
+// findReset looks in an answer for signs of a reset, and reports whether f.reset changed. here is
 // true if the driver has the GPU and has no complaint of the class.
-func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (changed bool) {
+func (f *fault) findReset(class Class, h *gpu.Health, load string, here bool) (changed bool) {
 	was, begun := f.reset, false
 	if load != "" && f.load != "" && load != f.load {
 		begun = true // the driver was loaded anew
@@ -500,7 +502,7 @@ func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (change
 		begun = begun || (class == ClassRecovery || f.nameless) && h.Recovery == gpu.RecoveryNone
 	}
 	if begun {
-		f.traces = traces{load: f.load, reset: true}
+		f.resetSigns = resetSigns{load: f.load, reset: true}
 	}
 	if h != nil {
 		if h.Recovery.Resets() {
@@ -523,7 +525,7 @@ func (m *Monitor) WasReset(u gpu.UUID, at time.Time) (changed bool) {
 	}
 	for k, f := range g.faults {
 		if !f.over && !f.reset && f.waits(k.class) && f.last.Before(at) {
-			f.traces, changed = traces{load: f.load, reset: true}, true
+			f.resetSigns, changed = resetSigns{load: f.load, reset: true}, true
 		}
 	}
 	return changed
@@ -531,14 +533,14 @@ func (m *Monitor) WasReset(u gpu.UUID, at time.Time) (changed bool) {
 
 // endDriver removes a driver fault without a trace, since the card was not at fault.
 func (g *card) endDriver() bool {
-	k := place(ClassDriver, -1, -1)
+	k := faultKey(ClassDriver, -1, -1)
 	_, had := g.faults[k]
 	delete(g.faults, k)
 	return had
 }
 
-// unfit reports whether any fault is in force.
-func (g *card) unfit() bool {
+// faulty reports whether any fault is in force.
+func (g *card) faulty() bool {
 	for _, f := range g.faults {
 		if !f.over {
 			return true
@@ -554,9 +556,9 @@ func exists(d gpu.Device, k key) bool {
 	})
 }
 
-// proved reports whether the figures are those of a GPU that has been reset. A figure that the
+// figuresBack reports whether the figures are those of a GPU that has been reset. A figure that the
 // card does not have is ignored.
-func proved(h *gpu.Health) bool {
+func figuresBack(h *gpu.Health) bool {
 	return h == nil || (h.Uncorrected == nil || *h.Uncorrected == 0) &&
 		(h.Remap == nil || *h.Remap == gpu.Remap{}) && !h.RetirePending && !h.Recovery.Needed()
 }
@@ -565,7 +567,9 @@ func proved(h *gpu.Health) bool {
 // error may have been contained, and a pending remap waits for a reset while the GPU works on.
 func judge(gr GPUReading) (all []complaint) {
 	add := func(class Class, detail, needs string) {
-		all = append(all, complaint{key: place(class, -1, -1), detail: detail, needs: needs, away: class == ClassLost})
+		all = append(all, complaint{
+			key: faultKey(class, -1, -1), detail: detail, needs: needs, away: class == ClassLost,
+		})
 	}
 	if f := gr.Device.Fault; f != "" {
 		if gr.Device.Gone || gr.Device.Lost {
@@ -746,18 +750,18 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 		f := &fault{
 			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: sane(r.Since), last: sane(r.Last),
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
-			traces: traces{
+			resetSigns: resetSigns{
 				reset: r.Reset, load: clip(r.Load), asked: r.Asked, errors: r.Errors, failed: r.Failed,
 				away: r.Away, nameless: r.Nameless,
 			},
 		}
 		if !sameBoot {
-			f.traces = traces{reset: true}
+			f.resetSigns = resetSigns{reset: true}
 		}
 		if f.last.IsZero() {
 			f.last = f.since
 		}
-		k := place(r.Class, r.GI, r.CI)
+		k := faultKey(r.Class, r.GI, r.CI)
 		if old := g.faults[k]; old == nil || old.over && !f.over {
 			g.faults[k] = f
 		}

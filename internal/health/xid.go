@@ -103,8 +103,8 @@ const (
 // documents give:
 //
 //   - 48, 63 and 64 are the three Xids of page retirement ("Dynamic Page Retirement").
-//   - The errors of 121 are corrected and do no harm; a reset, at a time that suits, trains the link
-//     anew ("XID Errors").
+//   - The errors of 121 are corrected and do no harm; a reset, at a time that suits, trains the
+//     link anew ("XID Errors").
 //   - Xid 154 reports each change of the recovery action, also to none.
 //   - While a remap is pending, unaffected applications run on and new ones start; and what each
 //     recovery action asks for ("GPU Memory Error Management", error recovery and response flags).

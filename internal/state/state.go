@@ -263,7 +263,7 @@ func (s *Store) Keep(allocations []Allocation) error {
 	}
 	slices.Sort(want)
 	want = slices.Compact(want)
-	if s.stands() && slices.Equal(slices.Sorted(slices.Values(s.lines)), want) {
+	if s.intact() && slices.Equal(slices.Sorted(slices.Values(s.lines)), want) {
 		return nil
 	}
 	var journal *os.File
@@ -281,9 +281,9 @@ func (s *Store) Keep(allocations []Allocation) error {
 	return nil
 }
 
-// stands reports whether the journal is still at its name and ends in a whole line. It may have
+// intact reports whether the journal is still at its name and ends in a whole line. It may have
 // been removed.
-func (s *Store) stands() bool {
+func (s *Store) intact() bool {
 	here, err := s.journal.Stat()
 	if err != nil || s.open {
 		return false

@@ -16,7 +16,7 @@ func (p *printer) mig(m *MIG, devices []tenant) {
 	}
 	p.cells(m)
 	p.placements(devices)
-	if free := couldStand(m); free != "" {
+	if free := freePlacements(m); free != "" {
 		p.wrapped(indent, faint, "could be made: "+free)
 	}
 }

@@ -260,7 +260,7 @@ func (m *markup) card(c *card) {
 		m.slots(c.Index, c.MIG)
 	}
 	m.devices(c.Index, c.Devices)
-	m.given(`<p class="fine after">Could be made: {}</p>`+"\n", couldStand(c.MIG))
+	m.given(`<p class="fine after">Could be made: {}</p>`+"\n", freePlacements(c.MIG))
 	m.tenants(c.Index, c.Tenants)
 	m.put("</article>\n")
 }

@@ -41,7 +41,7 @@ func (m *MIG) shown() []*Placement {
 	var out []*Placement
 	if m != nil {
 		for i := range m.Placements {
-			if s := &m.Placements[i]; s.there() || s.State == PlacementFailed {
+			if s := &m.Placements[i]; s.occupies() || s.State == PlacementFailed {
 				out = append(out, s)
 			}
 		}
@@ -61,8 +61,8 @@ func (m *MIG) switches() string {
 	return "MIG goes off when the GPU is reset"
 }
 
-// there reports whether the device takes up memory slices now: it exists, or it is held.
-func (s *Placement) there() bool {
+// occupies reports whether the device takes up memory slices now: it exists, or it is held.
+func (s *Placement) occupies() bool {
 	return s.UUID != "" || s.State != PlacementFree && s.State != PlacementCovered && s.State != PlacementFailed
 }
 
@@ -101,7 +101,8 @@ func (m *MIG) size() int {
 func row(m *MIG, size, wide int) []cell {
 	var there []*Placement
 	for i := range m.Placements {
-		if s := &m.Placements[i]; s.there() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
+		s := &m.Placements[i]
+		if s.occupies() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
 			there = append(there, s)
 		}
 	}
@@ -206,9 +207,9 @@ func (g *GPU) Others() []Holder {
 	})
 }
 
-// couldStand lists the free placements by profile: "1g.10gb@0,1,2 3g.40gb@0". Each of them
+// freePlacements lists the free placements by profile: "1g.10gb@0,1,2 3g.40gb@0". Each of them
 // could be created now, but creating one excludes those that overlap it. m may be nil.
-func couldStand(m *MIG) string {
+func freePlacements(m *MIG) string {
 	if m == nil {
 		return ""
 	}

@@ -29,12 +29,12 @@ type Book struct {
 	ids  map[string]uint64
 	past map[Key]Past
 	// last is the latest time of a record. Apply ignores a whole book that is older.
-	last time.Time
-	tell Teller
+	last     time.Time
+	observer Observer
 }
 
-// Teller is told of grants while a book applies records.
-type Teller interface {
+// Observer is told of grants while a book applies records.
+type Observer interface {
 	// Granted is called when a piece was charged from one time to another, with part (0 to 1)
 	// of its share. Used is called with what was used of it between two times, and Ended when
 	// the grant was released.
@@ -141,10 +141,9 @@ type Series struct {
 	Share float64
 }
 
-// NewBook returns a book without grants. It calls tell as records are applied, unless tell is
-// nil.
-func NewBook(tell Teller) *Book {
-	return &Book{next: 1, open: map[uint64]*Grant{}, ids: map[string]uint64{}, past: map[Key]Past{}, tell: tell}
+// NewBook returns a book without grants. It calls the observer as records are applied; nil is none.
+func NewBook(observer Observer) *Book {
+	return &Book{next: 1, open: map[uint64]*Grant{}, ids: map[string]uint64{}, past: map[Key]Past{}, observer: observer}
 }
 
 // Next returns the number of the next grant.
@@ -222,8 +221,8 @@ func (b *Book) begin(r *Record) {
 // settle adds what was charged since h.From to the piece's total. h.From becomes at.
 func (b *Book) settle(g *Grant, h *Held, at time.Time) {
 	from := h.from(g)
-	if b.tell != nil && at.After(from) {
-		b.tell.Granted(g, h, from, at, 1-h.Gone)
+	if b.observer != nil && at.After(from) {
+		b.observer.Granted(g, h, from, at, 1-h.Gone)
 	}
 	if h.Seconds = h.seconds(g, at); at.After(from) {
 		h.From = at
@@ -263,8 +262,8 @@ func (b *Book) use(r *Record) {
 					more.SMMs = new(*u.SMMs - min(*u.SMMs, *h.Use.SMMs))
 				}
 			}
-			if b.tell != nil {
-				b.tell.Used(g, h, cmpTime(g.Seen, g.Since), r.Time, more)
+			if b.observer != nil {
+				b.observer.Used(g, h, firstSet(g.Seen, g.Since), r.Time, more)
 			}
 			h.Use = &u
 			break // the first piece of a GPU holds the use of all
@@ -277,7 +276,7 @@ func (b *Book) use(r *Record) {
 	}
 }
 
-func cmpTime(t, other time.Time) time.Time {
+func firstSet(t, other time.Time) time.Time {
 	if t.IsZero() {
 		return other
 	}
@@ -303,8 +302,8 @@ func (b *Book) end(g *Grant, at time.Time) {
 	if b.ids[g.Allocation] == g.Number {
 		delete(b.ids, g.Allocation)
 	}
-	if b.tell != nil {
-		b.tell.Ended(g)
+	if b.observer != nil {
+		b.observer.Ended(g)
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Report sums what records tell of a period. Pass it to [NewBook] as the teller, apply the
+// Report sums what records tell of a period. Pass it to [NewBook] as the observer, apply the
 // records, and call Sum.
 type Report struct {
 	from, to time.Time
@@ -66,7 +66,7 @@ func (r *Report) within(from, to time.Time) (of, all time.Duration) {
 	return max(0, to.Sub(from)), all
 }
 
-// Granted implements [Teller].
+// Granted implements [Observer].
 func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
 	if of, _ := r.within(from, to); of > 0 {
 		s := of.Seconds() * part
@@ -74,7 +74,7 @@ func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
 	}
 }
 
-// Used implements [Teller]. If a stretch is partly outside the report's period, its use is
+// Used implements [Observer]. If a stretch is partly outside the report's period, its use is
 // divided evenly over its time.
 func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
 	of, all := r.within(from, to)
@@ -89,7 +89,7 @@ func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
 	r.sum(g).amounts.Add(a)
 }
 
-// Ended implements [Teller].
+// Ended implements [Observer].
 func (r *Report) Ended(g *Grant) { r.count(g, g.Until) }
 
 func (r *Report) count(g *Grant, until time.Time) {
@@ -126,7 +126,7 @@ func (r *Report) Sum(b *Book) []Sum {
 	return out
 }
 
-// Presence finds who had a part of a GPU at a moment. Pass it to [NewBook] as the teller, apply
+// Presence finds who had a part of a GPU at a moment. Pass it to [NewBook] as the observer, apply
 // the records, also those after the moment, and call Who.
 type Presence struct {
 	at  time.Time
@@ -139,13 +139,13 @@ func NewPresence(at time.Time, which string) *Presence {
 	return &Presence{at: at, gpu: which, had: map[uint64]*Grant{}}
 }
 
-// Granted implements [Teller].
+// Granted implements [Observer].
 func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64) {}
 
-// Used implements [Teller].
+// Used implements [Observer].
 func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
 
-// Ended implements [Teller].
+// Ended implements [Observer].
 func (p *Presence) Ended(g *Grant) {
 	if !g.Since.After(p.at) && g.Until.After(p.at) &&
 		slices.ContainsFunc(g.Held, func(h Held) bool { return p.on(&h) }) {

@@ -78,21 +78,21 @@ type Weights struct {
 	Of    map[Owner]Weight `json:"of"`
 }
 
-// scale computes the weights of records. A grant is often named after its first line, so its
+// weigher computes the weights of records. A grant is often named after its first line, so its
 // lines are counted by its number until all records have been seen.
-type scale struct {
+type weigher struct {
 	w      Weights
 	names  map[uint64]string
 	grants map[uint64]Weight
 	seen   bool
 }
 
-func newScale() scale {
-	return scale{w: Weights{Of: map[Owner]Weight{}}, names: map[uint64]string{}, grants: map[uint64]Weight{}}
+func newWeigher() weigher {
+	return weigher{w: Weights{Of: map[Owner]Weight{}}, names: map[uint64]string{}, grants: map[uint64]Weight{}}
 }
 
-// meet learns the namespaces of grants from a record.
-func (s *scale) meet(r *Record) { learn(s.names, r) }
+// learn notes the namespaces of grants in a record.
+func (s *weigher) learn(r *Record) { learn(s.names, r) }
 
 func learn(names map[uint64]string, r *Record) {
 	for _, g := range r.Book.open() {
@@ -105,8 +105,8 @@ func learn(names map[uint64]string, r *Record) {
 	}
 }
 
-func (s *scale) add(r *Record, size int) {
-	s.meet(r)
+func (s *weigher) add(r *Record, size int) {
+	s.learn(r)
 	s.w.Bytes += int64(size)
 	if r.Time.After(s.w.Until) {
 		s.w.Until = r.Time
@@ -137,7 +137,7 @@ func (s *scale) add(r *Record, size int) {
 	s.seen = true
 }
 
-func (s *scale) weights() Weights {
+func (s *weigher) weights() Weights {
 	out := s.w
 	out.Of = maps.Clone(s.w.Of)
 	for n, g := range s.grants {

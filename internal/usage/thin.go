@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// thinned is the time between two records of use that a copy keeps.
-const thinned = 3 * time.Hour
+// keptEvery is the time between two records of use that a copy keeps.
+const keptEvery = 3 * time.Hour
 
 // Copier copies closed segments, one after another, into one. It keeps all records, except for
 // most of those of use: their totals are cumulative, so the last one of each three hours is
@@ -23,14 +23,14 @@ const thinned = 3 * time.Hour
 // containers, which only a starting agent needs. It weighs what it writes. Use [NewCopier].
 type Copier struct {
 	to io.Writer
-	// last holds the use up to at that is not written yet; the first of it came at since.
-	last      map[place]Use
+	// pending holds the use up to at that is not written yet; the first of it came at since.
+	pending   map[useKey]Use
 	since, at time.Time
-	// of maps an allocation to its last grant.
-	of    map[string]uint64
-	out   []byte
-	weigh scale
-	left  Dropped
+	// lastGrant maps an allocation to its last grant.
+	lastGrant map[string]uint64
+	out       []byte
+	weigh     weigher
+	left      Dropped
 }
 
 // Omit is what to leave out of a segment.
@@ -44,14 +44,16 @@ type Omit struct {
 	Joined bool
 }
 
-type place struct {
+type useKey struct {
 	grant uint64
 	gpu   int
 }
 
 // NewCopier returns a copier that writes to a writer, one line at a time.
 func NewCopier(to io.Writer) *Copier {
-	return &Copier{to: to, last: map[place]Use{}, of: map[string]uint64{}, weigh: newScale(), left: Dropped{}}
+	return &Copier{
+		to: to, pending: map[useKey]Use{}, lastGrant: map[string]uint64{}, weigh: newWeigher(), left: Dropped{},
+	}
 }
 
 // Copy copies a segment. If the error wraps [ErrRead], the segment could not be read to its
@@ -67,7 +69,7 @@ func (c *Copier) Copy(from io.Reader, p Omit) error {
 		if r := Parse(line); r != nil {
 			kept := f.record(r, &line)
 			if first && p.Joined && r.Event == Began {
-				c.weigh.meet(r) // later records need the namespaces in it
+				c.weigh.learn(r) // later records need the namespaces in it
 				c.begins(r)
 				kept = false
 			}
@@ -98,12 +100,12 @@ func (c *Copier) Close() (Weights, Dropped, error) {
 
 func (c *Copier) begins(r *Record) {
 	for _, g := range r.Book.open() {
-		c.of[g.Allocation] = g.Number
+		c.lastGrant[g.Allocation] = g.Number
 	}
 }
 
 func (c *Copier) record(r *Record, line []byte) error {
-	if len(c.last) > 0 && r.Time.Sub(c.since) >= thinned {
+	if len(c.pending) > 0 && r.Time.Sub(c.since) >= keptEvery {
 		if err := c.flush(); err != nil {
 			return err
 		}
@@ -112,24 +114,24 @@ func (c *Copier) record(r *Record, line []byte) error {
 	case Began:
 		c.begins(r)
 	case Allocated:
-		if old := c.of[r.Allocation]; old != 0 && c.has(old) { // the old grant ends here: its release was lost
+		if old := c.lastGrant[r.Allocation]; old != 0 && c.has(old) { // it ends here: its release was lost
 			if err := c.flush(); err != nil {
 				return err
 			}
 		}
-		c.of[r.Allocation] = r.Grant
+		c.lastGrant[r.Allocation] = r.Grant
 	case Used:
-		if len(c.last) == 0 {
+		if len(c.pending) == 0 {
 			c.since = r.Time
 		}
 		for _, u := range r.Used {
-			c.last[place{u.Grant, u.GPU}] = u
+			c.pending[useKey{u.Grant, u.GPU}] = u
 		}
 		c.at = r.Time
 		return nil
 	case Released: // has the last use of the grant
 		for _, u := range r.Used {
-			delete(c.last, place{u.Grant, u.GPU})
+			delete(c.pending, useKey{u.Grant, u.GPU})
 		}
 	}
 	return c.write(r, append(bytes.TrimRight(line, "\n"), '\n'))
@@ -144,7 +146,7 @@ func (c *Copier) write(r *Record, line []byte) error {
 }
 
 func (c *Copier) has(grant uint64) bool {
-	for p := range c.last {
+	for p := range c.pending {
 		if p.grant == grant {
 			return true
 		}
@@ -161,13 +163,13 @@ func (s *State) open() []*Grant {
 
 // flush writes the use that is not written yet, as one record.
 func (c *Copier) flush() error {
-	if len(c.last) == 0 {
+	if len(c.pending) == 0 {
 		return nil
 	}
-	r := Record{Time: c.at, Event: Used, Used: slices.SortedFunc(maps.Values(c.last), func(a, b Use) int {
+	r := Record{Time: c.at, Event: Used, Used: slices.SortedFunc(maps.Values(c.pending), func(a, b Use) int {
 		return cmp.Or(cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.GPU, b.GPU))
 	})}
-	clear(c.last)
+	clear(c.pending)
 	var err error
 	if c.out, err = r.Append(c.out[:0]); err != nil {
 		return err

@@ -39,8 +39,8 @@
 // keeps that book.
 //
 // Tidy joins segments that have become small, and removes the books between them: a flood
-// would otherwise leave a trail of books. A joined segment has the number of its first part, and its
-// index has the number of its last. A killed agent may leave parts behind. Readers skip them,
+// would otherwise leave a trail of books. A joined segment has the number of its first part, and
+// its index has the number of its last. A killed agent may leave parts behind. Readers skip them,
 // and the next Tidy that needs room removes them.
 //
 // # What a crash leaves

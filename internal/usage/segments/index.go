@@ -193,15 +193,15 @@ func (s *Store) put(n uint64, x index, rest []byte) (err error) {
 	return s.root.Rename(temp, name(n, packedSuffix))
 }
 
-// copied is a packed segment that is being made.
-type copied struct {
+// packer makes a packed segment.
+type packer struct {
 	*usage.Copier
 	packed bytes.Buffer
 	z      *gzip.Writer
 }
 
-func newCopied() (*copied, error) {
-	c := &copied{}
+func newPacker() (*packer, error) {
+	c := &packer{}
 	var err error
 	if c.z, err = gzip.NewWriterLevel(&c.packed, gzip.BestCompression); err != nil {
 		return nil, err
@@ -211,7 +211,7 @@ func newCopied() (*copied, error) {
 }
 
 // close returns the packed segment after its header, its weights, and what was left out of it.
-func (c *copied) close() ([]byte, usage.Weights, usage.Dropped, error) {
+func (c *packer) close() ([]byte, usage.Weights, usage.Dropped, error) {
 	w, dropped, err := c.Copier.Close()
 	if err = errors.Join(err, c.z.Close()); err != nil {
 		return nil, w, nil, err

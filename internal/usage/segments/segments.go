@@ -201,7 +201,7 @@ func (s *Store) pack(n uint64) error {
 		return err
 	}
 	defer from.Close()
-	c, err := newCopied()
+	c, err := newPacker()
 	if err != nil {
 		return err
 	}

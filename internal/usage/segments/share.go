@@ -17,10 +17,10 @@ const (
 	// segments need no work. Refusals keep a 1/ration part of the room if other records need
 	// it.
 	spare, ration = 8, 8
-	// patience is how often Tidy shares out the room before it removes the oldest segments
+	// maxTries is how often Tidy shares out the room before it removes the oldest segments
 	// whole. The compressed size of an owner's lines is an estimate, so one try may not be
 	// enough.
-	patience = 4
+	maxTries = 4
 )
 
 // fit makes all segments but the last fit into a room of so many bytes. Owners with more than
@@ -28,7 +28,7 @@ const (
 func (s *Store) fit(room int64) error {
 	var err error
 	var files []info
-	for try := 0; try < patience && err == nil; try++ {
+	for try := 0; try < maxTries && err == nil; try++ {
 		total, others, lerr := s.sizes()
 		if err = lerr; err != nil || total <= room {
 			break
@@ -182,7 +182,7 @@ func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error 
 	for at := 0; at < len(files); {
 		first := at
 		size := files[at].after(trims[at])
-		meet(seen, &files[at], trims[at])
+		noteOwners(seen, &files[at], trims[at])
 		if empty(&files[at], trims[at]) {
 			if err := s.drop(files[at]); err != nil {
 				return err
@@ -196,7 +196,7 @@ func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error 
 			if size+more > s.o.Segment || begins(seen, &files[at], trims[at]) {
 				break
 			}
-			meet(seen, &files[at], trims[at])
+			noteOwners(seen, &files[at], trims[at])
 			size += more
 			changed = true
 		}
@@ -233,7 +233,7 @@ func empty(i *info, trims map[usage.Owner]usage.Trim) bool {
 	return !i.Damaged
 }
 
-func meet(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) {
+func noteOwners(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) {
 	for o := range i.Of {
 		if !trims[o].All {
 			seen[o] = true
@@ -254,7 +254,7 @@ func begins(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim
 
 // join writes segments as one, without what is trimmed, under the number of the first.
 func (s *Store) join(files []info, trims []map[usage.Owner]usage.Trim) error {
-	c, err := newCopied()
+	c, err := newPacker()
 	if err != nil {
 		return err
 	}
