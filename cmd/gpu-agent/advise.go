@@ -25,7 +25,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// adviceRequest is what `gpu-agent advise` is asked for.
+// adviceRequest are the flags of `gpu-agent advise`.
 type adviceRequest struct {
 	stateDir, trace, inventory, config, partition string
 	since, until, node                            string
@@ -39,18 +39,18 @@ type adviceRequest struct {
 	driver                                        driverFlags
 }
 
-const adviseUsage = `Replays what was asked of this node on partitions that it could have, and prints what
-would have come of each, and the best one as a partition file. It changes nothing.
+const adviseUsage = `Replays this node's requests on partitions that it could have. It prints the result of each,
+and the best one as a partition file. It changes nothing.
 
-What was asked for is in the journal that the agent keeps in --state-dir. With --trace the cluster's pods count
-too, those that never came to the node among them:
+The requests are in the journal that the agent keeps in --state-dir. With --trace the cluster's pods count
+too, also those that never came to the node:
 
   kubectl get pods,events -A -o json > pods.json
   gpu-agent advise --trace pods.json --config partitions.yaml
   gpu-agent advise --since 168h -o partition > better.yaml && gpu-agent check --config better.yaml
 
-The present partition is --partition of --config, or without --config the one that the
-journal has. The one that is printed is called --partition, or default.
+The present partition is --partition in the file --config, or without --config the one in
+the journal. The printed partition has the name --partition, or default.
 
 ` + timesUsage
 
@@ -59,7 +59,7 @@ func newAdvise() *cobra.Command {
 	var r adviceRequest
 	c := &cobra.Command{
 		Use:     "advise",
-		Short:   "replay what was asked of this node on other partitions, and print the best",
+		Short:   "replay this node's requests on other partitions, and print the best",
 		Long:    adviseUsage,
 		Example: "gpu-agent advise --since 168h --trace pods.json -o partition > better.yaml",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -97,20 +97,20 @@ func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	r.names.Register(fs)
 	r.unit.register(fs)
 	fs.BoolVar(&r.placer, "placer", false,
-		"pods are placed through the placer: what does not fit waits and is not refused")
+		"pods are placed by the placer: a pod that does not fit waits, and is not refused")
 	fs.BoolVar(&r.dynamic, "dynamic", false,
-		"try dynamic GPUs too: the cluster has what dynamic resource allocation takes")
+		"try mode dynamic too; the cluster must have dynamic resource allocation for it")
 	fs.DurationVar(&r.lag, "lag", 150*time.Millisecond,
-		"`time` in which the scheduler hears that an allocation has withdrawn others' MIG instances on demand")
+		"`time` until the scheduler knows that an allocation has withdrawn other MIG devices on demand")
 	r.refused = command.Choice{Value: "gone", Of: []string{"gone", "back"}}
-	fs.Var(&r.refused, "refused", "what becomes of a refused pod: it is gone, or it comes back as a Job's does")
+	fs.Var(&r.refused, "refused", "what happens to a refused pod: it is gone, or it comes back as a Job's does")
 	fs.IntVar(&r.tries, "tries", 500,
-		"`number` of partitions to try at most, apart from those in which all GPUs are alike")
+		"largest `number` of partitions to try, besides those with the same layout on all GPUs")
 	fs.IntVar(&r.top, "top", 10, "`number` of partitions to print")
 	r.output = outputFlag(fs, "text", "json", "partition")
 }
 
-// complete checks what the flags say together and fills in what follows.
+// complete checks the flags together and sets defaults.
 func (r *adviceRequest) complete() error {
 	r.partition = cmp.Or(r.partition, agent.DefaultPartition)
 	if r.tries < 1 || r.top < 0 || r.lag < 0 {
@@ -119,16 +119,16 @@ func (r *adviceRequest) complete() error {
 	return r.names.Complete()
 }
 
-// adviceJSON is an advice, for programs.
+// adviceJSON is the output for programs.
 type adviceJSON struct {
 	Demand demandJSON `json:"demand"`
-	// Alternatives are those that are shown, the best first, and Tried is how many there were
-	// of so many Possible; All says that no other was possible.
+	// Alternatives are the partitions that are shown, the best first. Tried is how many were
+	// tried, out of Possible. All is true if no other was possible.
 	Alternatives []alternativeJSON `json:"alternatives"`
 	Tried        int               `json:"tried"`
 	Possible     int               `json:"possible"`
 	All          bool              `json:"all"`
-	// Partition is the best one as a partition file, and Assumes what that assumes.
+	// Partition is the best one as a partition file, and Assumes its assumptions.
 	Partition string   `json:"partition"`
 	Assumes   []string `json:"assumes"`
 	Notes     []string `json:"notes"`
@@ -140,7 +140,7 @@ type demandJSON struct {
 	Begin    time.Time `json:"begin"`
 	End      time.Time `json:"end"`
 	Requests int       `json:"requests"`
-	// Granted, Refused and Pending are as they were recorded.
+	// Granted, Refused and Pending are how the requests ended on the node, as recorded.
 	Granted int `json:"granted"`
 	Refused int `json:"refused"`
 	Pending int `json:"pending"`
@@ -153,9 +153,9 @@ type alternativeJSON struct {
 	Refused int    `json:"refused"`
 	Never   int    `json:"never"`
 	Waited  int    `json:"waited"`
-	// Waiting are those of Waited that waited to the end.
+	// Waiting counts those of Waited that waited to the end.
 	Waiting int `json:"waiting"`
-	// Wait is that of all together, Longest that of one.
+	// Wait is the sum of all waits, and Longest the longest one, in seconds.
 	Wait    float64           `json:"waitSeconds"`
 	Longest float64           `json:"longestWaitSeconds"`
 	Packed  float64           `json:"packed"`
@@ -164,7 +164,7 @@ type alternativeJSON struct {
 	Names   []advise.Renaming `json:"names,omitempty"`
 }
 
-// demand reads what was asked for, and the journal that has it.
+// demand reads the requests, and returns them with the journal.
 func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	now := time.Now()
 	o := advise.Options{
@@ -200,7 +200,7 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	return d, j, nil
 }
 
-// present is the partition that the node has, nil where nobody says it.
+// present returns the partition that the node has, or nil if it is not known.
 func (r *adviceRequest) present(c console, j *advise.Journal, inv *gpu.Inventory) ([]config.Want, error) {
 	if r.config == "" {
 		wants, _ := j.Present(inv)
@@ -217,7 +217,7 @@ func (r *adviceRequest) present(c console, j *advise.Journal, inv *gpu.Inventory
 	return want.GPUs, nil
 }
 
-// advise tries the partitions.
+// advise tries the partitions and returns the output.
 func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, error) {
 	d, j, err := r.demand()
 	if err != nil {
@@ -245,7 +245,7 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 		Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told(),
 	}
 	if present == nil {
-		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have it whole. "+
+		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have all of it. "+
 			"Name it with --config and --partition.")
 	}
 	for i := range a.Tried {
@@ -272,7 +272,7 @@ func (a *adviceJSON) headline() string {
 	return fmt.Sprintf("The best of %d partitions (%s) for %s, by gpu-agent advise.", a.Tried, of, a.told)
 }
 
-// told is what would have come of an alternative, in words.
+// told returns an alternative's result in words.
 func (a *alternativeJSON) told() string {
 	return fmt.Sprintf("%s: %d served, %d refused, %d never to be served; %d waited, %s in the mean; "+
 		"in use GPUs are %s full, and %s of their time GPUs are idle",
@@ -292,7 +292,7 @@ func seconds(s float64) string {
 
 func percent(part float64) string { return strconv.FormatFloat(100*part, 'f', 0, 64) + "%" }
 
-// print prints an advice for people.
+// print prints the output for people.
 func (a *adviceJSON) print(out io.Writer) error {
 	d := &a.Demand
 	fmt.Fprintf(out, "%s: %d were granted, %d refused, %d never came to the node\n\n",

@@ -138,8 +138,8 @@ func TestTheAgentIsAskedInParts(t *testing.T) {
 // Without an agent the commands say what is not known.
 func TestWithoutAnAgent(t *testing.T) {
 	var told strings.Builder
-	a := asking{stateDir: "/nowhere", flags: &pflag.FlagSet{}}
-	if _, asked, err := a.agent(t.Context(), console{err: &told}, status.Question{}); asked || err != nil || told.String() != "no agent answers at /nowhere/agent.sock: the driver alone is asked\n" {
+	a := planFlags{stateDir: "/nowhere", flags: &pflag.FlagSet{}}
+	if _, asked, err := a.agent(t.Context(), console{err: &told}, status.Question{}); asked || err != nil || told.String() != "no agent answers at /nowhere/agent.sock: asking the driver alone\n" {
 		t.Errorf("asked: %v, %v, %s", asked, err, &told)
 	}
 	file := write(t, "p.yaml", "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole}\n")

@@ -11,7 +11,7 @@ import (
 	"example.com/gpu-agent/internal/guard"
 )
 
-// capFlags say how memory caps are enforced.
+// capFlags are the flags for memory caps and the watchdog.
 type capFlags struct {
 	policy, intruders command.Choice
 	evictAfter        int
@@ -22,18 +22,18 @@ type capFlags struct {
 func (f *capFlags) register(fs *pflag.FlagSet) {
 	f.policy = command.Choice{Value: "closed", Of: []string{"closed", "open"}}
 	fs.Var(&f.policy, "cap-policy",
-		"what becomes of an allocation that the cap's library cannot count: closed (out of memory) or open (uncounted)")
+		"what happens to an allocation that the cap's library cannot count: closed (out of memory) or open (uncounted)")
 	f.intruders = command.Choice{Value: "report", Of: []string{"report", "end"}}
 	fs.Var(&f.intruders, "intruders",
-		"what becomes of containers that use a GPU without an allocation on it: report or end")
+		"what happens to containers that use a GPU without an allocation on it: report or end")
 	fs.IntVar(&f.evictAfter, "evict-after", 0,
 		"`number` of offences within an hour after which a pod is evicted; 0 is never; "+
 			"needs deployments/components/evict")
 	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery,
 		"`time` between the watchdog's looks at a shared GPU; 0 turns it off")
 	fs.BoolVar(&f.labels, "cap-labels", false,
-		"give the files that memory caps need the SELinux labels by which containers may use them; "+
-			"where the kernel has no SELinux this does nothing")
+		"give the files that memory caps need the SELinux labels that let containers use them; "+
+			"without SELinux in the kernel this does nothing")
 }
 
 func (f *capFlags) complete() error {

@@ -25,7 +25,7 @@ func newCleanup() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "cleanup",
 		Short: "remove what agents have left on this node and its Node object",
-		Long: `Takes away what agents have left on this node and its Node object: labels, annotations,
+		Long: `Removes what agents have left on this node and its Node object: labels, annotations,
 conditions, GPUNode, CDI files, sockets and the state directory. It refuses while an agent
 runs, and while pods hold devices. What operators have set stays.`,
 		Example: "gpu-agent cleanup --node-name node-1 --wait",
@@ -39,7 +39,7 @@ runs, and while pods hold devices. What operators have set stays.`,
 	n.register(c.Flags())
 	names.register(c.Flags())
 	c.Flags().BoolVar(&wait, "wait", false,
-		"where it is refused, try again until it is not; then stay until told to end")
+		"if it is refused, try again until it succeeds; then stay until told to end")
 	return c
 }
 

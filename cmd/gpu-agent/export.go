@@ -29,16 +29,16 @@ import (
 func newExport() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "export",
-		Short: "print what the cluster's GPUs are for Kueue, Karpenter or Cluster Autoscaler",
-		Long: `Prints what a cluster's GPUs are for another program: of the cluster that --kubeconfig leads
-to, by its Nodes and GPUNodes, or of recorded inventories (gpu-agent inventory -o json), each
-one node of that site or instance type, laid out as --config says.`,
+		Short: "print the cluster's GPUs in the form that Kueue, Karpenter or Cluster Autoscaler needs",
+		Long: `Prints GPUs in the form that another program needs. They are those of the cluster of --kubeconfig,
+from its Nodes and GPUNodes, or those of recorded inventories (gpu-agent inventory -o json). Each
+inventory is one node of that site or instance type, laid out as --config says.`,
 	}
 	c.AddCommand(newExportKueue(), newExportKarpenter(), newExportClusterAutoscaler())
 	return c
 }
 
-// sourceFlags say whose GPUs are exported.
+// sourceFlags select the GPUs that are exported.
 type sourceFlags struct {
 	names                  nameFlags
 	config, selector, site string
@@ -49,13 +49,13 @@ func (s *sourceFlags) register(fs *pflag.FlagSet) {
 	command.Kubeconfig(fs, &s.names.kubeconfig)
 	s.names.Register(fs)
 	fs.StringVar(&s.selector, "selector", "",
-		"only nodes with these `labels`, as kubectl -l has them; not of recorded inventories")
+		"only nodes with these `labels`, in the form of kubectl -l; not for recorded inventories")
 	configFlag(fs, &s.config)
 	s.of.register(fs)
 }
 
-// read returns the nodes, by what is recorded in files, or by the cluster. recorded makes
-// labels of a file's first word.
+// read returns the nodes: those in recorded inventories, or without files those of the cluster.
+// recorded returns a node's labels from the first word of a file's argument.
 func (s *sourceFlags) read(
 	ctx context.Context, c console, files []string, recorded func(word string) map[string]string,
 ) ([]export.Node, error) {
@@ -67,7 +67,7 @@ func (s *sourceFlags) read(
 	}
 	if s.config == "" {
 		return nil, command.Usagef("--config is missing: write --config FILE, " +
-			"which says how the GPUs of recorded inventories are laid out")
+			"the partition file for the GPUs of recorded inventories")
 	}
 	partitions, err := readPartitions(c, s.config)
 	if err != nil {
@@ -101,7 +101,7 @@ func (s *sourceFlags) read(
 	return out, nil
 }
 
-// cluster reads the nodes of a cluster that have a GPUNode.
+// cluster returns the nodes of a cluster that have a GPUNode.
 func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -127,14 +127,14 @@ type repeated struct {
 func (r repeated) String() string     { return "" }
 func (r repeated) Set(s string) error { return r.set(s) }
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (r repeated) Type() string { return "value" }
 
-// kueueFlags are those of `gpu-agent export kueue`, and what they make.
+// kueueFlags are the flags of `gpu-agent export kueue`, and the export that they make.
 type kueueFlags struct {
 	source sourceFlags
 	out    export.Kueue
-	// none says that there is no cloud.
+	// none is true if --cloud is none: there is no cloud.
 	none, configuration bool
 	how                 command.Choice
 }
@@ -143,14 +143,14 @@ func (k *kueueFlags) register(fs *pflag.FlagSet) {
 	k.source.register(fs)
 	fs.Var(repeated{k.addCloud}, "cloud",
 		"`site=limit`: the most GPU memory that may be used at a site that costs money, or none; "+
-			"SITE/MODEL/MODE=LIMIT where it has nodes of several kinds; required, may be repeated")
+			"SITE/MODEL/MODE=LIMIT if it has nodes of several kinds; required, may be repeated")
 	fs.Var(repeated{k.addTeam}, "team",
 		"`name[=share][,on-prem][,urgent]`: a team, which is a namespace too, its share of the quotas (1), "+
 			"whether its work stays on-prem, and whether it may send jobs that take the room of others; "+
 			"may be repeated")
-	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue look at what single nodes have left, where it can")
+	fs.BoolVar(&k.out.Topology, "topology", true, "let Kueue check what each node has left, where it can")
 	fs.BoolVar(&k.out.Checks, "checks", false,
-		"have the placer asked whether a workload has room (deployments/placer/kueue), instead of a topology")
+		"let Kueue ask the placer whether a workload has room (deployments/placer/kueue), instead of a topology")
 	fs.DurationVar(&k.out.Patience, "patience", 0,
 		"how long a job waits for room on-prem before a cloud is paid, with --checks")
 	k.how = command.Choice{Value: "names", Of: []string{"names", "claims"}}
@@ -160,7 +160,7 @@ func (k *kueueFlags) register(fs *pflag.FlagSet) {
 		"print the part of Kueue's configuration instead of objects")
 }
 
-// addCloud takes a value of --cloud.
+// addCloud adds a value of --cloud.
 func (k *kueueFlags) addCloud(v string) error {
 	if v == "none" {
 		k.none = true
@@ -179,7 +179,7 @@ func (k *kueueFlags) addCloud(v string) error {
 	return err
 }
 
-// addTeam takes a value of --team.
+// addTeam adds a value of --team.
 func (k *kueueFlags) addTeam(v string) error {
 	words := strings.Split(v, ",")
 	name, share, ok := strings.Cut(words[0], "=")
@@ -212,7 +212,7 @@ func newExportKueue() *cobra.Command {
 		Use:   "kueue --cloud SITE=LIMIT --team NAME [SITE[/PARTITION]=FILE]...",
 		Short: "print what Kueue needs to give out GPUs",
 		Long: `Prints what Kueue 0.19 needs to give out GPUs: objects to apply, or with --configuration a
-part of its own configuration. Sites are by the label DOMAIN/` + gpunode.Site + `.`,
+part of its own configuration. A node's site is its label DOMAIN/` + gpunode.Site + `.`,
 		Example: "gpu-agent export kueue --cloud cloud=640GiB --checks --team research,urgent --team records,on-prem",
 		Args:    cobra.ArbitraryArgs,
 		RunE:    k.print,
@@ -250,7 +250,7 @@ func printText(c *cobra.Command, of func() ([]byte, error)) error {
 	return err
 }
 
-// instances are the nodes of an export to autoscalers.
+// instances returns an export to autoscalers, with its nodes.
 func (s *sourceFlags) instances(c *cobra.Command, files []string) (*export.Autoscaler, error) {
 	nodes, err := s.read(c.Context(), consoleOf(c), files, func(instance string) map[string]string {
 		labels := map[string]string{export.InstanceType: instance}
@@ -300,7 +300,7 @@ func newExportClusterAutoscaler() *cobra.Command {
 	form := command.Choice{Of: export.Forms}
 	c := &cobra.Command{
 		Use:   "cluster-autoscaler --form FORM [TYPE[/PARTITION]=FILE]...",
-		Short: "print what tells Cluster Autoscaler what a node of an empty group will offer",
+		Short: "print tags or annotations that tell Cluster Autoscaler what a node of an empty group will offer",
 		Long: `Prints the tags or annotations by which Cluster Autoscaler knows what a node of an empty group
 will offer.`,
 		Example: "gpu-agent export cluster-autoscaler --form aws --config partitions.yaml p4de.24xlarge=node-1.json",

@@ -19,7 +19,7 @@ import (
 // MiB.
 type memoryFlag gpu.MiB
 
-// partitionFlags are those by which partitions mean something on a node.
+// partitionFlags are the flags that the meaning of a partition depends on.
 type partitionFlags struct {
 	unit memoryFlag
 	api  command.Choice
@@ -29,14 +29,14 @@ func (f *partitionFlags) register(fs *pflag.FlagSet) {
 	f.unit.register(fs)
 	devicePlugin, dra := string(ledger.DevicePlugin), string(ledger.DRA)
 	f.api = command.Choice{Value: devicePlugin, Of: []string{devicePlugin, dra}}
-	fs.Var(&f.api, "api", "through what a GPU is offered whose entry does not name an api: device-plugin or dra")
+	fs.Var(&f.api, "api", "the api of GPUs whose entry names none: device-plugin or dra")
 }
 
 func (f *partitionFlags) node() config.Node {
 	return config.Node{Unit: gpu.MiB(f.unit), API: ledger.FrontEnd(f.api.Value)}
 }
 
-// register makes it the size of a unit.
+// register adds --memory-unit.
 func (m *memoryFlag) register(fs *pflag.FlagSet) {
 	*m = 1024
 	fs.Var(m, "memory-unit",
@@ -44,7 +44,7 @@ func (m *memoryFlag) register(fs *pflag.FlagSet) {
 			"units and replicas of all its GPUs together, and a GPU in use keeps its unit until it is free")
 }
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (m *memoryFlag) Type() string { return "size" }
 
 func (m *memoryFlag) String() string {
@@ -73,7 +73,7 @@ func (m *memoryFlag) Set(s string) error {
 	return nil
 }
 
-// outputFlag registers how a command prints: the first of the formats without the flag.
+// outputFlag adds --output with its formats. The first one is the default.
 func outputFlag(fs *pflag.FlagSet, formats ...string) *command.Choice {
 	c := &command.Choice{Value: formats[0], Of: formats}
 	fs.VarP(c, "output", "o",

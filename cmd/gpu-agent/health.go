@@ -13,7 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 )
 
-// healthFlags say what speaks against a GPU, and what becomes of a faulty one.
+// healthFlags are the flags for health: which errors count, and what happens to a faulty GPU.
 type healthFlags struct {
 	ignored     xids
 	hold, probe time.Duration
@@ -23,12 +23,12 @@ type healthFlags struct {
 
 func (f *healthFlags) register(fs *pflag.FlagSet) {
 	f.ignored = slices.Clone(health.DefaultIgnored)
-	fs.Var(&f.ignored, "ignored-xids", "Xid `numbers` that do not speak against a GPU: errors of applications")
+	fs.Var(&f.ignored, "ignored-xids", "Xid `numbers` that do not make a GPU unhealthy: errors of applications")
 	fs.DurationVar(&f.hold, "health-hold", health.DefaultHold,
-		"`time` that a faulty GPU must be without complaint before it is offered again")
+		"`time` that a faulty GPU must be without a complaint before it is offered again")
 	fs.DurationVar(&f.probe, "health-probe", health.DefaultProbe, "`time` between looks at a faulty GPU")
 	fs.DurationVar(&f.linksEvery, "links-every", time.Minute,
-		"`time` between looks at NVLinks, whose lanes fail and return without a word")
+		"`time` between looks at NVLinks, whose lanes fail and return without an event")
 	noSchedule, noExecute := string(agentkube.NoSchedule), string(agentkube.NoExecute)
 	f.taint = command.Choice{Value: noSchedule, Of: []string{noSchedule, noExecute}}
 	fs.Var(&f.taint, "fault-taint",

@@ -21,7 +21,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
 
-// driverFlags are those of every command that opens the driver.
+// driverFlags are the flags of every command that opens the driver.
 type driverFlags struct {
 	library, root, hostRoot, proc, sys string
 }
@@ -46,7 +46,7 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 	}
 }
 
-// readDriver takes one reading of the driver for a command at the console.
+// readDriver reads the driver once.
 func readDriver(ctx context.Context, c console, d *driverFlags) (*gpu.Inventory, error) {
 	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
 	defer cancel()
@@ -68,8 +68,8 @@ func newInventory() *cobra.Command {
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "inventory",
-		Short: "print what the driver says of this node's GPUs",
-		Long: `Prints what the driver says of this node's GPUs. As JSON it is a recorded inventory, which
+		Short: "print this node's GPUs, as the driver reports them",
+		Long: `Prints this node's GPUs, as the driver reports them. As JSON it is a recorded inventory, which
 other commands read with --inventory.`,
 		Example: "gpu-agent inventory -o json > node-1.json",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -116,7 +116,7 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 			mig = "on"
 		}
 		memory, reserved := fmt.Sprintf("%d MiB", d.Memory), fmt.Sprintf("%d MiB", d.Reserved)
-		if d.Memory == 0 { // it has none of its own
+		if d.Memory == 0 { // it uses the machine's memory
 			memory, reserved = "-", "-"
 		}
 		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\t%s\t/dev/nvidia%d\t%s\n",
@@ -125,14 +125,13 @@ func printInventory(out io.Writer, inv *gpu.Inventory) error {
 	return w.Flush()
 }
 
-// inventoryFlag names a recorded inventory.
+// inventoryFlag adds --inventory.
 func inventoryFlag(fs *pflag.FlagSet, file *string) {
 	fs.StringVar(file, "inventory", "",
 		"recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver")
 }
 
-// inventoryFrom reads a recorded inventory, or where none is named this node's
-// driver.
+// inventoryFrom reads a recorded inventory. If file is empty, it reads this node's driver.
 func inventoryFrom(ctx context.Context, c console, d *driverFlags, file string) (*gpu.Inventory, error) {
 	if file == "" {
 		inv, err := readDriver(ctx, c, d)

@@ -69,10 +69,10 @@ func TestCheck(t *testing.T) {
 		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "default"}, true, "partition default fits", ""},
 		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "none"}, false, "", "none"},
 		{[]string{"check", "--config", broken, "--inventory", h100}, false, "", broken + ":6: "},
-		{[]string{"check", "--config", many, "--inventory", h100}, false, "partition units fits", many + `:4: partition "default" makes 80000 devices`},
+		{[]string{"check", "--config", many, "--inventory", h100}, false, "partition units fits", many + `:4: partition "default" gives this node 80000 devices`},
 		{[]string{"check", "--config", many, "--inventory", h100, "--partition", "units", "--memory-unit", "16MiB"}, false, "", "set --memory-unit to 32 MiB or more"},
 		{[]string{"check", "--config", many, "--inventory", h100, "--api", "dra"}, true, "partition default fits (8 of 8 GPUs through dra)", ""},
-		{[]string{"plan", "--config", many, "--inventory", h100}, false, "", "makes 80000 devices"},
+		{[]string{"plan", "--config", many, "--inventory", h100}, false, "", "gives this node 80000 devices"},
 		{[]string{"check", "--config", good, "--inventory", good}, false, "", good},
 		{[]string{"check", "--config", filepath.Join(t.TempDir(), "nowhere")}, false, "", "nowhere"},
 	} {
@@ -93,7 +93,7 @@ func TestWrongUsage(t *testing.T) {
 		want string // after the command's name
 	}{
 		{"", "gpu-agent: a command is missing, one of advise, "},
-		{"fly", `gpu-agent: there is no command "fly", but advise, `},
+		{"fly", `gpu-agent: there is no command "fly": the commands are advise, `},
 		{"statsu -o json", `gpu-agent: there is no command "statsu": write status`},
 		{"export", "gpu-agent export: a command is missing, one of cluster-autoscaler, karpenter, kueue"},
 		{"export slurm", `gpu-agent export: there is no command "slurm"`},
@@ -138,7 +138,7 @@ func TestEnvironment(t *testing.T) {
 	t.Setenv("GPU_AGENT_MEMORY_UNIT", "256MiB")
 	t.Setenv("GPU_AGENT_DOMAIN", "env.example")
 	var f runFlags
-	var a asking
+	var a planFlags
 	root := &cobra.Command{Use: "gpu-agent"}
 	for name, register := range map[string]func(*pflag.FlagSet){"run": f.register, "plan": a.register} {
 		c := &cobra.Command{Use: name, RunE: func(*cobra.Command, []string) error { return nil }}

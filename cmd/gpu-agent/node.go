@@ -33,17 +33,17 @@ func (n *nodeFlags) register(fs *pflag.FlagSet) {
 		"`directory` that Node Feature Discovery reads features files from")
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "",
 		"the container runtime's `socket`, unix:///… as the kubelet names it "+
-			"(default: the first that is there of the usual ones)")
+			"(default: the first of the usual ones that exists)")
 }
 
-// stateDirFlag is the agent's own directory, to those too who only read it.
+// stateDirFlag adds --state-dir, also to commands that only read it.
 func stateDirFlag(fs *pflag.FlagSet, dir *string) {
 	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent",
 		"`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
 }
 
-// runtime prepares to ask the container runtime which containers have allocations of a
-// domain; claims says whether those of ResourceClaims are among them.
+// runtime returns a client that asks the container runtime which containers have allocations of
+// a domain. claims reports whether allocations of ResourceClaims count, too.
 func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger) *node.Runtime {
 	return node.NewRuntime(node.RuntimeOptions{
 		Endpoint: n.runtimeEndpoint, Root: n.hostRoot, AnnotationPrefix: cdi.AnnotationName(domain, ""), Logger: log,
@@ -58,7 +58,8 @@ func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger)
 	})
 }
 
-// nameFlags say which Node this is, and under which names the agent writes.
+// nameFlags are the flags for this Node's name, the API server, and the domains that the agent
+// uses.
 type nameFlags struct {
 	kubeconfig, nodeName string
 	command.Domains
@@ -70,17 +71,17 @@ func (n *nameFlags) register(fs *pflag.FlagSet) {
 	nodeNameFlag(fs, &n.nodeName)
 }
 
-// nodeNameFlag is the node's name.
+// nodeNameFlag adds --node-name.
 func nodeNameFlag(fs *pflag.FlagSet, name *string) {
 	fs.StringVar(name, "node-name", "",
 		"`name` of this Node; without it run and cleanup do not speak to the API server, "+
-			"and advise takes that of the pods that the journal has")
+			"and advise takes that of the journal's pods")
 }
 
 // xids is a list of error numbers, written "13,31,43".
 type xids []uint64
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (x *xids) Type() string { return "numbers" }
 
 func (x *xids) String() string {

@@ -26,18 +26,19 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Errors of a plan that was printed, and says why.
+// Exit codes of a plan that was printed: the output has the reason.
 var (
 	errBlocked    = &command.Error{Exit: command.Blocked}
 	errNotApplied = &command.Error{Exit: command.NotApplied}
 )
 
-// invalid makes an error of a partition file that is wrong, or of a partition that cannot be had.
+// invalid returns an error about a partition file that is wrong, or a partition that does not
+// fit the GPUs.
 func invalid(err error) error { return &command.Error{Exit: command.Invalid, Err: err} }
 
-// asking are the flags of commands that ask what a partition would come to: the agent on this
-// node, or where there is none an inventory.
-type asking struct {
+// planFlags are the flags of commands that ask what a partition would do. The agent on this node
+// answers; if there is none, the answer is from an inventory.
+type planFlags struct {
 	driver    driverFlags
 	config    string
 	partition string
@@ -45,12 +46,12 @@ type asking struct {
 	stateDir  string
 	names     command.Domains
 	of        partitionFlags
-	// flags are the command's, and asked says that an agent has answered.
+	// flags are all flags of the command. asked is true once an agent has answered.
 	flags *pflag.FlagSet
 	asked bool
 }
 
-func (a *asking) register(fs *pflag.FlagSet) {
+func (a *planFlags) register(fs *pflag.FlagSet) {
 	a.flags = fs
 	a.driver.register(fs)
 	configFlag(fs, &a.config)
@@ -62,7 +63,7 @@ func (a *asking) register(fs *pflag.FlagSet) {
 }
 
 // read checks the flags and reads the partition file.
-func (a *asking) read(c console) (f partitionFile, err error) {
+func (a *planFlags) read(c console) (f partitionFile, err error) {
 	if a.config == "" {
 		return f, command.Usagef("--config is missing: write --config FILE, " +
 			"the partition file, or --config - for the standard input")
@@ -73,21 +74,21 @@ func (a *asking) read(c console) (f partitionFile, err error) {
 	return readPartitions(c, a.config)
 }
 
-// configFlag is the partition file.
+// configFlag adds --config, the partition file.
 func configFlag(fs *pflag.FlagSet, file *string) {
 	fs.StringVar(file, "config", "", "partition `file`; to all but run, - is the standard input")
 }
 
-// partitionFlag is the name of one partition in the file.
+// partitionFlag adds --partition, the name of a partition in the file.
 func partitionFlag(fs *pflag.FlagSet, name *string) {
 	fs.StringVar(name, "partition", "", "`name` of a partition in the file")
 }
 
-// completePartition completes --partition with what the file of --config has.
+// completePartition completes --partition with the names in the file of --config.
 func completePartition(c *cobra.Command) {
 	names := func(c *cobra.Command, _ []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		name := c.Flags().Lookup("config").Value.String()
-		if name == "-" { // it is not for the shell to read
+		if name == "-" { // the shell must not read the standard input
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
 		f, err := readPartitions(consoleOf(c), name)
@@ -103,15 +104,14 @@ func completePartition(c *cobra.Command) {
 // patience is how long a command waits for the agent.
 const patience = time.Minute
 
-// agent asks the agent on this node. It is false where there is none, or the question is of
-// an inventory.
-func (a *asking) agent(
+// agent asks the agent on this node. asked is false if there is none, or if --inventory is set.
+func (a *planFlags) agent(
 	ctx context.Context, c console, q status.Question,
 ) (answer status.Answer, asked bool, err error) {
 	if a.inventory != "" {
 		return answer, false, nil
 	}
-	// The agent has flags of its own; those of this command line ask what if it had others.
+	// The agent answers by its own flags, except for those that this command line has.
 	if a.flags.Changed("memory-unit") {
 		q.UnitMiB = uint64(a.of.unit)
 	}
@@ -122,26 +122,26 @@ func (a *asking) agent(
 	defer cancel()
 	answer, err = agentobs.AskDoor(ctx, filepath.Join(a.stateDir, state.Socket), q)
 	if errors.Is(err, agentobs.ErrNoAgent) {
-		fmt.Fprintf(c.err, "%v: the driver alone is asked\n", err)
+		fmt.Fprintf(c.err, "%v: asking the driver alone\n", err)
 		return answer, false, nil
 	}
 	if errors.Is(err, os.ErrPermission) {
-		err = fmt.Errorf("%w: its socket is for root alone; "+
+		err = fmt.Errorf("%w: only root may use its socket; "+
 			"name a recorded inventory with --inventory to go without the agent", err)
 	}
 	a.asked = err == nil
 	return answer, true, err
 }
 
-// partitionFile is a partition file that parsed, what messages call it, and its text.
+// partitionFile is a parsed partition file, its name in messages, and its text.
 type partitionFile struct {
 	*config.File
 	name string
 	data []byte
 }
 
-// readPartitions reads a partition file, and - from the standard input: in the agent's
-// container, where there is no file, and the GPUs are.
+// readPartitions reads a partition file, or the standard input for -. The latter is for the
+// agent's container, which has the GPUs and no file.
 func readPartitions(c console, file string) (f partitionFile, err error) {
 	if f.name = file; file == "-" {
 		f.name = "standard input"
@@ -157,11 +157,12 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 	return f, nil
 }
 
-// maxInput is more than any partition file may have, and how much of one is read.
+// maxInput is how many bytes of the standard input are read: more than a partition file may
+// have.
 const maxInput = 2 << 20
 
-// mistaken prints mistakes of a partition file as file:line: reason.
-func mistaken(c console, name string, of []status.Mistake) {
+// printMistakes prints the mistakes in a partition file as file:line: reason.
+func printMistakes(c console, name string, of []status.Mistake) {
 	for _, m := range of {
 		fmt.Fprintf(c.err, "%s:%d: %s\n", name, m.Line, m.Message)
 	}
@@ -169,13 +170,13 @@ func mistaken(c console, name string, of []status.Mistake) {
 
 // newPlan makes `gpu-agent plan`.
 func newPlan() *cobra.Command {
-	var a asking
+	var a planFlags
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "plan --config FILE",
-		Short: "print what a partition would make of this node or an inventory, and whom it waits for",
-		Long: `Prints what this node's GPUs would become by a partition: layouts, each step on the
-hardware, whom they wait for, and what pods can ask for then. It does nothing. The
+		Short: "print what a partition would do to this node or an inventory, and which holders it waits for",
+		Long: `Prints what a partition would do to this node's GPUs: layouts, each step on the hardware,
+which holders it waits for, and what pods can ask for then. It changes nothing. The
 agent on this node answers; without one, and with --inventory, holders are not known.
 The partition is --partition, or the one that the node's label chooses; without an
 agent, default.
@@ -190,7 +191,7 @@ some GPU, 4 if it would be pending or failed for another reason, and 5 if it is 
 	return c
 }
 
-func (a *asking) plan(ctx context.Context, c console, format string) error {
+func (a *planFlags) plan(ctx context.Context, c console, format string) error {
 	f, err := a.read(c)
 	if err != nil {
 		return err
@@ -211,13 +212,13 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 		answer.Plans = []status.Plan{p}
 	}
 	if len(answer.Mistakes) > 0 || len(answer.Plans) != 1 {
-		mistaken(c, f.name, answer.Mistakes)
+		printMistakes(c, f.name, answer.Mistakes)
 		return invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 	}
 	p := answer.Plans[0]
 	if p.State == string(agent.Invalid) {
-		mistaken(c, f.name, p.Mistakes)
-		return invalid(fmt.Errorf("%s: partition %s cannot be had on these GPUs", f.name, p.Partition))
+		printMistakes(c, f.name, p.Mistakes)
+		return invalid(fmt.Errorf("%s: partition %s does not fit these GPUs", f.name, p.Partition))
 	}
 	if format == "json" {
 		err = printJSON(c.out, p)
@@ -236,8 +237,8 @@ func (a *asking) plan(ctx context.Context, c console, format string) error {
 	}
 }
 
-// without answers from an inventory, where there is no agent to ask.
-func (a *asking) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
+// without returns a plan from an inventory, if there is no agent to ask.
+func (a *planFlags) without(ctx context.Context, c console, f *config.File, partition string) (status.Plan, error) {
 	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
 	if err != nil {
 		return status.Plan{}, err
@@ -245,7 +246,7 @@ func (a *asking) without(ctx context.Context, c console, f *config.File, partiti
 	return a.from(c, inv, f, partition), nil
 }
 
-func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
+func (a *planFlags) from(c console, inv *gpu.Inventory, f *config.File, partition string) status.Plan {
 	p, odd := agent.ForeseeFrom(inv, a.of.node(), a.names.ResourceDomain, f, partition)
 	if odd != nil {
 		fmt.Fprintln(c.err, odd)
@@ -255,14 +256,14 @@ func (a *asking) from(c console, inv *gpu.Inventory, f *config.File, partition s
 
 // newCheck makes `gpu-agent check`.
 func newCheck() *cobra.Command {
-	var a asking
+	var a planFlags
 	c := &cobra.Command{
 		Use:   "check --config FILE",
-		Short: "say whether a partition file is right, on this node or on an inventory",
-		Long: `Reads a partition file and holds each of its partitions, or the one of --partition,
-against this node, or against --inventory. The agent on this node answers, and says what
-a partition would wait for; without one, and with --inventory, holders are not known.
-What is wrong goes to standard error as file:line: reason, and the exit code is 5. A
+		Short: "check a partition file, for this node or an inventory",
+		Long: `Reads a partition file and checks each of its partitions, or the one of --partition, for
+this node or --inventory. The agent on this node answers, and names the holders that a
+partition would wait for; without one, and with --inventory, holders are not known.
+Mistakes go to standard error as file:line: reason, and the exit code is 5. A
 partition that fits and would wait for holders is not wrong.`,
 		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default",
 		RunE:    func(c *cobra.Command, _ []string) error { return a.check(c.Context(), consoleOf(c)) },
@@ -272,7 +273,7 @@ partition that fits and would wait for holders is not wrong.`,
 	return c
 }
 
-func (a *asking) check(ctx context.Context, c console) error {
+func (a *planFlags) check(ctx context.Context, c console) error {
 	f, err := a.read(c)
 	if err != nil {
 		return err
@@ -287,12 +288,12 @@ func (a *asking) check(ctx context.Context, c console) error {
 	}
 	bad := 0
 	for i := range plans {
-		if !tellFit(c, f.name, a.config, &plans[i]) {
+		if !printFit(c, f.name, a.config, &plans[i]) {
 			bad++
 		}
 	}
 	if bad > 0 {
-		return invalid(fmt.Errorf("%s: %d of %d partitions cannot be had on these GPUs", a.config, bad, len(names)))
+		return invalid(fmt.Errorf("%s: %d of %d partitions do not fit these GPUs", a.config, bad, len(names)))
 	}
 	if !a.asked && len(plans) > 0 {
 		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(plans[0].Unknown, "; "))
@@ -300,8 +301,8 @@ func (a *asking) check(ctx context.Context, c console) error {
 	return nil
 }
 
-// all are the plans of several partitions, in brief.
-func (a *asking) all(
+// all returns the plans of several partitions, without what pods can ask for.
+func (a *planFlags) all(
 	ctx context.Context, c console, f *partitionFile, names []string,
 ) (plans []status.Plan, err error) {
 	for part := range slices.Chunk(names, status.MostAsked) {
@@ -312,7 +313,7 @@ func (a *asking) all(
 		if !asked {
 			break
 		}
-		if mistaken(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
+		if printMistakes(c, f.name, answer.Mistakes); len(answer.Plans) != len(part) {
 			return nil, invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 		}
 		plans = append(plans, answer.Plans...)
@@ -331,10 +332,10 @@ func (a *asking) all(
 	return plans, nil
 }
 
-// tellFit says whether a partition fits, and reports that it does.
-func tellFit(c console, name, file string, p *status.Plan) bool {
+// printFit prints whether a partition fits, and returns true if it does.
+func printFit(c console, name, file string, p *status.Plan) bool {
 	wrong := slices.Concat(p.Mistakes, p.Open)
-	mistaken(c, name, wrong)
+	printMistakes(c, name, wrong)
 	refused := false
 	for _, k := range p.Conditions {
 		if k.Type == status.Refused {
@@ -356,7 +357,8 @@ func tellFit(c console, name, file string, p *status.Plan) bool {
 	return true
 }
 
-// throughDRA says how many of these GPUs are to be offered through DRA, if any are.
+// throughDRA returns in words how many of the GPUs are to be offered through DRA; empty if none
+// are.
 func throughDRA(of []status.PlannedGPU) string {
 	n := 0
 	for i := range of {

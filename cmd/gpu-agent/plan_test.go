@@ -275,11 +275,11 @@ func TestNothingInfeasiblePasses(t *testing.T) {
 // open what fits, which check refuses and plan does not.
 func TestCheckWantsProof(t *testing.T) {
 	inventory := write(t, "off.json", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 81920, "mig": {"capable": true, "profiles": [{"name": "3g.40gb", "max": 2}]}}]}`)
-	if _, said, err := execute(t, "check", "--config", plans, "--inventory", inventory, "--partition", "default"); err == nil || !strings.HasPrefix(said, plans+":4: GPU 0: placements are told only while MIG is on") {
+	if _, said, err := execute(t, "check", "--config", plans, "--inventory", inventory, "--partition", "default"); err == nil || !strings.HasPrefix(said, plans+":4: GPU 0: the driver reports placements only while MIG is on") {
 		t.Errorf("%v, %s", err, said)
 	}
 	out, _, err := execute(t, "plan", "--config", plans, "--inventory", inventory)
-	if err != nil || !strings.Contains(out, "enable MIG mode\n") || strings.Contains(out, "create") || !strings.Contains(out, "plan again then") {
+	if err != nil || !strings.Contains(out, "enable MIG mode\n") || strings.Contains(out, "create") || !strings.Contains(out, "plan again once MIG is on") {
 		t.Errorf("%v, %s", err, out)
 	}
 }

@@ -65,7 +65,7 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.configMap, "configmap", "", "partition ConfigMap, `namespace/name`; its key is "+configKey)
 	f.nameFlags.register(fs)
 	fs.StringVar(&f.pod, "pod", "",
-		"this agent's own pod, `namespace/name`: the kubelet's list of holders is believed once it has it")
+		"this agent's own pod, `namespace/name`: the agent trusts the kubelet's list of holders once it has this pod")
 	f.partitionFlags.register(fs)
 	f.node.register(fs)
 	f.cap.register(fs)
@@ -77,14 +77,14 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	none, fixed, all := string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)
 	f.numaHints = command.Choice{Value: fixed, Of: []string{none, fixed, all}}
 	fs.Var(&f.numaHints, "numa-hints",
-		"which devices the kubelet is told the NUMA node of: none, "+
+		"devices whose NUMA node the kubelet is told: none, "+
 			"fixed (whole GPUs and MIG devices of fixed geometries) or "+
-			"all (memory units, replicas and MIG on demand too, of which it may then refuse requests that would fit)")
+			"all (memory units, replicas and MIG on demand too; it may then refuse requests for these that would fit)")
 	f.usage.register(fs)
 	f.log.Register(fs)
 }
 
-// complete checks what the flags say together and fills in what follows.
+// complete checks the flags together and sets defaults.
 func (f *runFlags) complete() error {
 	if err := f.Complete(); err != nil {
 		return err
@@ -139,8 +139,8 @@ offers the pieces to the kubelet, and keeps an account of who has them.`,
 	return c
 }
 
-// daemon is the agent of a node: the loop, the watchdog, and the worlds they are connected to.
-// Some parts are made before those that they call, so they call them through it.
+// daemon is the agent of a node: the loop, the watchdog, and what they are connected to. Some
+// parts are made before those that they call, so they call them through the daemon.
 type daemon struct {
 	log     *slog.Logger
 	options agent.Options
@@ -149,20 +149,20 @@ type daemon struct {
 	caps    *lib.Files
 	runtime *node.Runtime
 	metrics *agentobs.Metrics
-	// cluster is nil where there is no API server to speak to.
+	// cluster is nil without an API server.
 	cluster  *cluster
 	loop     *agent.Agent
 	watchdog *guard.Guard
 	policies atomic.Pointer[[]status.Policy]
 }
 
-// cluster is what the agent reads and writes at the API server.
+// cluster is the API server's client and the Events that the agent writes.
 type cluster struct {
 	*agentkube.Client
 	*agentkube.Events
 }
 
-// run opens the worlds and ties them to the loop.
+// run opens the outside worlds and connects them to the loop.
 func run(ctx context.Context, c console, f *runFlags) error {
 	agent.LimitHeap()
 	log := f.log.Logger(c.err)
@@ -227,7 +227,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	return nil
 }
 
-// options are the loop's. Where boot is empty, it is not known.
+// options returns the loop's options. boot is empty if it is not known.
 func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 	o := agent.Options{
 		Domain:         f.Domain,
@@ -256,11 +256,11 @@ func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 	return o
 }
 
-// holdersIn is where holders are named, by the values of --gpunode that say it. The others leave
-// it to the loop.
+// holdersIn maps values of --gpunode to where holders are named. For the others, the loop
+// decides.
 var holdersIn = map[string]gpunode.HoldersIn{"pods": gpunode.InPods, "holders": gpunode.InObject}
 
-// openDriver opens the driver, with the hook's program where the host finds it.
+// openDriver opens the driver. It first installs the hook program where the host can run it.
 func openDriver(ctx context.Context, f *runFlags, log *slog.Logger) (*nvml.Driver, error) {
 	o := f.driver.options(log)
 	program, err := nvml.FindHook()
@@ -270,7 +270,7 @@ func openDriver(ctx context.Context, f *runFlags, log *slog.Logger) (*nvml.Drive
 	if o.Hook, err = nvml.InstallHook(program, f.node.stateDir); err != nil {
 		return nil, err
 	}
-	// A GPU that is lost comes back to a driver that is initialised anew.
+	// A lost GPU comes back only to a driver that is initialised again.
 	o.Rearm = max(f.health.probe, time.Second)
 	return nvml.Open(ctx, o)
 }
@@ -295,7 +295,7 @@ func (d *daemon) connect(f *runFlags) error {
 		return err
 	}
 	d.cluster = &cluster{client, agentkube.NewEvents(client, func(o agentkube.EventOutcome) { d.metrics.Event(string(o)) })}
-	d.metrics.APIAnswered() // an agent that is cut off from its start on is overdue, too
+	d.metrics.APIAnswered() // so that an agent without an API server from its start on is overdue, too
 	d.worlds.Cluster = d.cluster
 	if f.schedulers.lowerAllocatable {
 		d.worlds.Lowering = agent.NewLowering(d.cluster, d.metrics.Lowered, d.log)
@@ -319,7 +319,7 @@ func (d *daemon) connect(f *runFlags) error {
 	return nil
 }
 
-// newPlugins makes what offers devices to the kubelet.
+// newPlugins makes the part that offers devices to the kubelet.
 func (d *daemon) newPlugins(kubeletDir string) *plugin.Kubelet {
 	var sent func(resource string, healthy int)
 	if d.worlds.Lowering != nil {
@@ -352,7 +352,7 @@ func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc) *guard.Guard {
 	}, watch)
 }
 
-// status is what people are shown of the loop, the watchdog and the policies.
+// status returns the status of the loop, the watchdog and the policies.
 func (d *daemon) status() status.Status {
 	s := d.loop.Status()
 	s.Node, s.Version = d.options.Node, version()
@@ -363,7 +363,7 @@ func (d *daemon) status() status.Status {
 	return s
 }
 
-// serve runs the loop and all around it until ctx ends or a part of it fails.
+// serve runs the loop and its services until ctx ends or one of them fails.
 func (d *daemon) serve(ctx context.Context, f *runFlags, plugins *plugin.Kubelet) error {
 	page := agentobs.New(agentobs.Options{
 		Addr: f.http, Logger: d.log, Metrics: d.metrics, Healthy: d.loop.Healthy, Ready: d.loop.Ready, Status: d.status,
@@ -391,8 +391,8 @@ func (d *daemon) serve(ctx context.Context, f *runFlags, plugins *plugin.Kubelet
 	return around(ctx, d.loop.Run, services...)
 }
 
-// around runs the loop with its services around it. When ctx ends the loop ends first, and
-// the services with it: it takes its leave while the kubelet is still served.
+// around runs the loop and its services. When ctx ends, the loop ends first and the services
+// after it, so that the kubelet is still served while the loop shuts down.
 func around(ctx context.Context, loop func(context.Context) error, services ...func(context.Context) error) error {
 	g, outside := errgroup.WithContext(context.WithoutCancel(ctx))
 	inside, stop := context.WithCancel(outside)
@@ -405,26 +405,26 @@ func around(ctx context.Context, loop func(context.Context) error, services ...f
 	return g.Wait()
 }
 
-// serveDRA has the kubelet call a front-end, and the front-end publish while the kubelet is
-// there: one that starts deletes what was published.
+// serveDRA serves a front-end to the kubelet. The front-end publishes only while the kubelet
+// knows the driver: a kubelet that starts deletes what was published.
 func serveDRA(front *frontend.FrontEnd, o dra.Options) (agent.DRADriver, error) {
 	var server *dra.Server
 	o.Registered = func() { front.Publisher().Registered(true) }
 	o.Changed = func() {
 		front.Publisher().Registered(server.Status().Registered)
-		front.Wake() // it is told where the kubelet does not have the driver
+		front.Wake() // the loop reports a kubelet that does not have the driver
 	}
 	var err error
 	server, err = dra.New(o)
 	return server, err
 }
 
-// features is Node Feature Discovery's directory.
+// features is the directory of Node Feature Discovery.
 type features string
 
 func (dir features) Write(f nfd.Features) error { return nfd.Write(string(dir), f) }
 
-// followPartitions hands the partition file to the loop whenever it changes.
+// followPartitions passes the partition file to the loop at each change.
 func followPartitions(ctx context.Context, f *runFlags, cluster *cluster, loop *agent.Agent) error {
 	if f.config != "" {
 		return node.WatchFile(ctx, f.config, func(data []byte, err error) {

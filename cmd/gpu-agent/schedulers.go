@@ -8,7 +8,7 @@ import (
 	"example.com/gpu-agent/internal/command"
 )
 
-// schedulerFlags are what schedulers and autoscalers are told beside the offer.
+// schedulerFlags are the flags for what schedulers and autoscalers are told beside the offer.
 type schedulerFlags struct {
 	lowerAllocatable, holdScaleDown bool
 	gpuNode                         command.Choice
@@ -17,23 +17,23 @@ type schedulerFlags struct {
 
 func (f *schedulerFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.lowerAllocatable, "lower-allocatable", true,
-		"tell the scheduler at once of devices that cannot be had any more, in the Node's status.allocatable; "+
-			"otherwise it hears of them up to ten seconds later, from the kubelet")
+		"lower the Node's status.allocatable at once when devices are withdrawn, for the scheduler; "+
+			"otherwise the kubelet does so up to ten seconds later")
 	f.gpuNode = command.Choice{Value: "auto", Of: []string{"auto", "pods", "holders", "off"}}
 	fs.Var(&f.gpuNode, "gpunode",
-		"the node's GPUNode object: auto (it names holders where the kubelet is older than 1.36), "+
-			"pods (it never does; pods' own status does), "+
-			"holders (it always does, and is written at every change) or off")
+		"the node's GPUNode object: auto (it names holders if the kubelet is older than 1.36), "+
+			"pods (only the pods' own status names them), "+
+			"holders (it always names them, and is written at every change) or off")
 	fs.BoolVar(&f.holdScaleDown, "hold-scale-down", false,
-		"keep Cluster Autoscaler from taking the node away while pods have something of its GPUs, "+
-			"by its annotation scale-down-disabled")
+		"keep Cluster Autoscaler from removing the node while pods hold devices of its GPUs, "+
+			"with its annotation scale-down-disabled")
 	fs.StringVar(&f.startupTaint, "startup-taint", "",
 		"`key` of a taint that the node is registered with: "+
-			"the agent takes it away once pods that ask for GPUs can be sent to the node; "+
+			"the agent removes it once the node can take pods that ask for GPUs; "+
 			"needs deployments/components/startup-taint")
 }
 
-// labelFlags say which labels the node gets, and by whom they are written.
+// labelFlags are the flags for the node's labels, and for who writes them.
 type labelFlags struct {
 	node, nvidia command.Choice
 }
@@ -41,10 +41,10 @@ type labelFlags struct {
 func (f *labelFlags) register(fs *pflag.FlagSet) {
 	f.node = command.Choice{Value: "api", Of: []string{"api", "nfd", "none"}}
 	fs.Var(&f.node, "node-labels",
-		"how the node gets labels of what its GPUs are: api (the agent writes them), "+
+		"how the node gets labels that describe its GPUs: api (the agent writes them), "+
 			"nfd (a features file for Node Feature Discovery, in --nfd-dir) or none")
 	f.nvidia = command.Choice{Value: "absent", Of: []string{"absent", "never"}}
 	fs.Var(&f.nvidia, "nvidia-labels",
 		"the nvidia.com labels that GPU Feature Discovery writes: "+
-			"absent (each where nobody else has written it) or never")
+			"absent (each one that no other program has written) or never")
 }

@@ -35,7 +35,7 @@ func newStatus() *cobra.Command {
 	return c
 }
 
-// httpFlag is where a program serves metrics and its probes, and its status is asked for.
+// httpFlag adds --http, the address of metrics, probes and the status.
 func httpFlag(fs *pflag.FlagSet, address *string) {
 	fs.StringVar(address, "http", ":9500", "`address` of metrics, probes and the agent's status; empty for none")
 }
@@ -53,14 +53,14 @@ func showStatus(ctx context.Context, c console, address, format string) error {
 	return status.WriteText(c.out, s, textOptions(c))
 }
 
-// textOptions suits the drawing to where it goes.
+// textOptions returns options that suit the terminal, or another output.
 func textOptions(c console) status.TextOptions {
 	o := status.TextOptions{Now: time.Now()}
 	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
 	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
 	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")
 	if f, ok := c.out.(*os.File); ok {
-		// It answers for a terminal, and for nothing else.
+		// This ioctl succeeds only for a terminal.
 		size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
 		o.Color = err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
 		if err == nil && o.Width == 0 {

@@ -9,7 +9,7 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// newTopology makes `gpu-agent topology`. It prints what people know from `nvidia-smi topo -m`.
+// newTopology makes `gpu-agent topology`. Its output is like that of `nvidia-smi topo -m`.
 func newTopology() *cobra.Command {
 	var d driverFlags
 	var from string

@@ -31,13 +31,13 @@ import (
 	"example.com/gpu-agent/internal/usage/segments"
 )
 
-// usageDir is the usage journal's directory, below the agent's own.
+// usageDir is the usage journal's directory, in the agent's own.
 const usageDir = "usage"
 
-// mostLabels bounds what is written of each pod.
+// mostLabels is how many labels of each pod are recorded.
 const mostLabels = 8
 
-// usageFlags say what account is kept of what is granted and used.
+// usageFlags are the flags for the account of what is granted and used.
 type usageFlags struct {
 	size   boundFlag
 	idle   time.Duration
@@ -49,7 +49,7 @@ type usageFlags struct {
 // boundFlag is an amount of memory, or 0 for none.
 type boundFlag memoryFlag
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (b *boundFlag) Type() string { return "memory" }
 
 func (b *boundFlag) String() string {
@@ -70,11 +70,11 @@ func (b *boundFlag) Set(s string) error {
 func (f *usageFlags) register(fs *pflag.FlagSet) {
 	f.size = segments.DefaultMax >> 20
 	fs.Var(&f.size, "usage-size",
-		"the most `memory` on disk that the usage journal takes; the oldest goes first; 0 keeps none, and no account")
+		"the most `memory` on disk for the usage journal; its oldest records go first; 0 keeps none, and no account")
 	fs.StringVar(&f.labels, "usage-labels", "",
-		"`keys` of pods' labels that the usage journal has, with commas between them")
+		"`keys` of pods' labels that the usage journal records, with commas between them")
 	fs.DurationVar(&f.idle, "idle-after", meter.DefaultIdle,
-		"`time` after which a grant that no process has used is told of; 0 is never")
+		"`time` after which a grant that no process has used is reported; 0 is never")
 	fs.BoolVar(&f.dcgm, "dcgm-names", false,
 		"serve what containers use under dcgm-exporter's names, too; not beside a dcgm-exporter")
 }
@@ -98,8 +98,9 @@ func (f *usageFlags) complete() error {
 	return nil
 }
 
-// account opens the journal below the agent's directory; nil where none is kept. One that
-// cannot be opened stops nobody: the node says so.
+// account returns the account, with its journal in the agent's directory; nil if --usage-size
+// is 0. A journal that cannot be opened does not keep the agent from starting: the node's
+// conditions report it.
 func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog func() *guard.Guard) *agent.Account {
 	if f.size == 0 {
 		return nil
@@ -121,7 +122,7 @@ func (f *usageFlags) account(stateDir string, runtime *node.Runtime, watchdog fu
 	return a
 }
 
-// metrics are those of the account; nil where none is kept.
+// metrics returns the account's metrics; nil if there is no account.
 func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.Status) *agentobs.Account {
 	if of == nil {
 		return nil
@@ -133,7 +134,7 @@ func (f *usageFlags) metrics(node string, of *agent.Account, show func() status.
 	return a
 }
 
-// usageReport is what `gpu-agent usage` is asked for.
+// usageReport are the flags of `gpu-agent usage`.
 type usageReport struct {
 	by, since, until, at, gpu, format string
 	dir                               string
@@ -147,8 +148,8 @@ func newUsage() *cobra.Command {
 	var output *command.Choice
 	c := &cobra.Command{
 		Use:   "usage",
-		Short: "print who was granted how much of this node's GPUs, who used it, and who had them when",
-		Long: `Prints who was granted how much of this node's GPUs and used it, or with --at who had them
+		Short: "print how much of this node's GPUs each namespace was granted and used, or who held them at a time",
+		Long: `Prints who was granted how much of this node's GPUs and used it, or with --at who held them
 then. It reads the journal that the agent keeps in --state-dir.
 
 ` + timesUsage,
@@ -168,7 +169,7 @@ then. It reads the journal that the agent keeps in --state-dir.
 	fs.StringVar(&r.by, "by", "namespace",
 		"what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
 	timeFlags(fs, &r.since, &r.until)
-	fs.StringVar(&r.at, "at", "", "print who had something at this `time`")
+	fs.StringVar(&r.at, "at", "", "print who held something at this `time`")
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
 	stateDirFlag(fs, &stateDir)
 	output = outputFlag(fs, "text", "csv", "json")
@@ -178,7 +179,7 @@ then. It reads the journal that the agent keeps in --state-dir.
 	return c
 }
 
-// timeFlags bound what is read of a journal.
+// timeFlags adds --since and --until.
 func timeFlags(fs *pflag.FlagSet, since, until *string) {
 	fs.StringVar(since, "since", "", "`time` to begin at (default: the beginning)")
 	fs.StringVar(until, "until", "", "`time` to end at (default: the end)")
@@ -189,7 +190,7 @@ func (r *usageReport) moment(flag, text string, otherwise time.Time) (time.Time,
 	return moment(flag, text, otherwise, r.now)
 }
 
-// timesUsage says how people write times.
+// timesUsage is help for times.
 const timesUsage = `Times are durations before now (24h), or in UTC: 2026-03-01, 2026-03-01T12:00,
 2026-03-01T12:00:00Z, or 12:00 of today.`
 
@@ -214,7 +215,7 @@ func moment(flag, text string, otherwise, now time.Time) (time.Time, error) {
 		flag, text)
 }
 
-// naming returns what makes the name of a line.
+// naming returns the function that gives a grant its line's name.
 func (r *usageReport) naming() (func(*account.Grant) string, error) {
 	key, isLabel := strings.CutPrefix(r.by, "label=")
 	switch {
@@ -256,7 +257,7 @@ func (r *usageReport) sums(c console) error {
 	if err := segments.Read(r.dir, from, left.Noting(book.Apply)); err != nil {
 		return err
 	}
-	tellLeft(c.err, left, from)
+	printRemoved(c.err, left, from)
 	sums := report.Sum(book)
 	heads := []string{
 		strings.ToUpper(r.by), "GRANTS",
@@ -280,7 +281,7 @@ func (r *usageReport) sums(c console) error {
 	return r.print(c.out, sums, heads, rows)
 }
 
-// hours is a figure, in a table with as much of it as people read.
+// hours returns a figure as text, rounded if it is for people.
 func (r *usageReport) hours(h *float64) string {
 	switch {
 	case h == nil && r.format == "text":
@@ -293,11 +294,11 @@ func (r *usageReport) hours(h *float64) string {
 	return strconv.FormatFloat(*h, 'f', -1, 64)
 }
 
-// mostLeft bounds the owners that are named.
+// mostLeft is how many owners tellLeft names.
 const mostLeft = 10
 
-// tellLeft says of whom records from a time on are not in the journal any more.
-func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
+// printRemoved prints the owners whose records since a time were removed from the journal.
+func printRemoved(out io.Writer, left account.Dropped, from time.Time) {
 	told := 0
 	for _, o := range slices.SortedFunc(maps.Keys(left), account.Owner.Compare) {
 		l := left[o]
@@ -312,13 +313,13 @@ func tellLeft(out io.Writer, left account.Dropped, from time.Time) {
 		if o.Namespace == "" {
 			whose = "no namespace"
 		}
-		fmt.Fprintf(out, "note: %d records of %s, from before %s, are not in the journal any more: "+
-			"what it had was more than its share of --usage-size\n",
+		fmt.Fprintf(out, "note: %d records of %s, from before %s, were removed from the journal: "+
+			"they exceeded its share of --usage-size\n",
 			l.Records, whose, l.Before.UTC().Format(time.RFC3339))
 	}
 }
 
-// presence prints who had something at a time.
+// presence prints who held something at a time.
 func (r *usageReport) presence(c console) error {
 	at, err := r.moment("at", r.at, r.now)
 	if err != nil {
@@ -330,7 +331,7 @@ func (r *usageReport) presence(c console) error {
 	if err := segments.Read(r.dir, at, left.Noting(book.Apply)); err != nil {
 		return err
 	}
-	tellLeft(c.err, left, at)
+	printRemoved(c.err, left, at)
 	had := who.Who(book)
 	stamp := func(t time.Time) string {
 		if t.IsZero() {
@@ -353,7 +354,7 @@ func (r *usageReport) presence(c console) error {
 	return r.print(c.out, had, heads, rows)
 }
 
-// print prints rows, or as JSON what they are made of.
+// print prints rows, or values as JSON.
 func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]string) error {
 	switch r.format {
 	case "json":
@@ -374,7 +375,8 @@ func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]
 	return w.Flush()
 }
 
-// printable keeps what a tenant has named from moving a terminal's cursor.
+// printable replaces characters that could move a terminal's cursor: tenants choose these
+// names.
 func printable(s string) string {
 	return strings.Map(func(r rune) rune {
 		if !strconv.IsPrint(r) {

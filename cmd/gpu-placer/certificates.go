@@ -27,7 +27,7 @@ type certificateFlags struct {
 
 func (f *certificateFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.out, "out", "door",
-		"`directory` for the files, which is made; none of them may be there")
+		"`directory` for the files; it is made if it is missing, and none of the files may exist")
 	fs.StringVar(&f.names, "names", "gpu-placer.gpu-placer.svc",
 		"`names` and addresses by which the scheduler reaches the door, separated by commas")
 	fs.IntVar(&f.days, "days", 365, "for how many `days` they are valid")
@@ -38,9 +38,9 @@ func newCertificates() *cobra.Command {
 	var f certificateFlags
 	c := &cobra.Command{
 		Use:   "certificates",
-		Short: "make those by which kube-scheduler and the placer's door know each other",
-		Long: `Makes the certificates with which kube-scheduler and the placer's door know each other, and
-says where each file belongs. The authority's key is kept nowhere.`,
+		Short: "make the certificates of kube-scheduler and the placer's door",
+		Long: `Makes the certificates by which kube-scheduler and the placer's door know each other, and
+prints where each file belongs. The authority's key is not kept.`,
 		Example: "gpu-placer certificates --out door --names gpu-placer.gpu-placer.svc,10.96.0.20",
 		RunE:    func(c *cobra.Command, _ []string) error { return f.make(c.OutOrStdout()) },
 	}
@@ -79,7 +79,7 @@ func (f *certificateFlags) make(out io.Writer) error {
 	return nil
 }
 
-// writeNew writes a file that is not there yet, for its owner alone.
+// writeNew writes a new file that only its owner can read. It fails if the file exists.
 func writeNew(path string, data []byte) (err error) {
 	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {

@@ -20,13 +20,13 @@ func newRoot() *cobra.Command {
 		Use:   "gpu-placer",
 		Short: "tell schedulers which node has room for a pod",
 		Long: `Tells schedulers which node of a cluster has room for a pod that asks for pieces of GPUs,
-by what the agents on the nodes say.`,
+from what the agents on the nodes report.`,
 	}
 	root.AddCommand(newRun(), newCertificates(), command.NewVersion("gpu-placer", build()))
 	return root
 }
 
-// Set by the build: what this program was built from.
+// The linker sets these to what the program was built from.
 var release, commit, date string
 
 func build() command.Build { return command.Build{Release: release, Commit: commit, Date: date} }

@@ -56,7 +56,7 @@ func TestWrongUsage(t *testing.T) {
 		{"run --domain Example_com", "gpu-placer run: --domain: "},
 		{"run -lease a/b", "gpu-placer run: -lease: write --lease"},
 		{"run --tls-cert-file x", "gpu-placer run: --tls-cert-file and --tls-key-file go together"},
-		{"run --client-ca-file x", "gpu-placer run: --client-ca-file needs --tls-cert-file: without TLS nobody shows a cert"},
+		{"run --client-ca-file x", "gpu-placer run: --client-ca-file needs --tls-cert-file: without TLS, clients show no cert"},
 		{"run --tls-cert-file x --tls-key-file x", "gpu-placer run: the door extender needs --client-ca-file"},
 		{"run", "gpu-placer run: the door extender needs --client-ca-file"},
 		{"certificates --days 0", "gpu-placer certificates: --days 0: at least 1"},

@@ -32,7 +32,7 @@ import (
 	"example.com/gpu-agent/internal/obs/placerobs"
 )
 
-// Doors, by what --doors calls them.
+// Doors, as --doors names them.
 const (
 	extenderDoor = "extender"
 	liqoDoor     = "liqo"
@@ -55,19 +55,19 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	f.names.Register(fs)
 	f.doors = command.List{Values: []string{extenderDoor}, Of: []string{extenderDoor, kueueDoor, liqoDoor}}
 	fs.Var(&f.doors, "doors",
-		"for whom: extender (kube-scheduler's HTTP extender), kueue (admission checks), "+
+		"doors to open: extender (kube-scheduler's HTTP extender), kueue (admission checks), "+
 			"liqo (GPU ResourceSlices of other clusters)")
 	fs.StringVar(&f.listen, "listen", ":9890", "`address` of the extender's door")
 	fs.StringVar(&f.http, "http", ":9500", "`address` of metrics and probes; empty for none")
 	fs.StringVar(&f.tls.Cert, "tls-cert-file", "", "`file` with the extender's door's certificate (PEM)")
 	fs.StringVar(&f.tls.Key, "tls-key-file", "", "`file` with the certificate's key (PEM)")
 	fs.StringVar(&f.tls.ClientCA, "client-ca-file", "",
-		"`file` with the authorities of clients' certificates (PEM): the door refuses everybody else")
+		"`file` with the authorities of clients' certificates (PEM): the door refuses other clients")
 	fs.BoolVar(&f.insecure, "insecure-door", false,
 		"serve schedulers without --client-ca-file, over plain HTTP without a certificate: "+
-			"then whoever reaches the door can reserve room")
+			"then any program that reaches the door can reserve room")
 	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer",
-		"`namespace/name` of the Lease by which one of several processes leads; empty where there is one process")
+		"`namespace/name` of the Lease by which one of several processes leads; empty if there is only one process")
 	f.log.Register(fs)
 }
 
@@ -82,11 +82,11 @@ func (f *runFlags) complete() error {
 	case (f.tls.Cert == "") != (f.tls.Key == ""):
 		return command.Usagef("--tls-cert-file and --tls-key-file go together")
 	case f.tls.ClientCA != "" && f.tls.Cert == "":
-		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS nobody shows a certificate")
+		return command.Usagef("--client-ca-file needs --tls-cert-file: without TLS, clients show no certificate")
 	case f.doors.Has(extenderDoor) && f.tls.ClientCA == "" && !f.insecure:
 		return command.Usagef("the door extender needs --client-ca-file, --tls-cert-file and --tls-key-file, " +
-			"or everybody who reaches it can reserve room: " +
-			"make them with `gpu-placer certificates`, or say --insecure-door")
+			"or any program that reaches it can reserve room: " +
+			"make them with `gpu-placer certificates`, or set --insecure-door")
 	}
 	return nil
 }
@@ -98,7 +98,7 @@ func newRun() *cobra.Command {
 		Use:   "run",
 		Short: "answer schedulers which node has room for a pod (the Deployment's program)",
 		Long: `Tells schedulers which node has room for a pod, by the GPUNodes of the cluster. One process
-serves a cluster; of several, one leads.`,
+serves a cluster; if there are several, one of them leads.`,
 		Example: "gpu-placer run --kubeconfig ~/.kube/config --doors kueue",
 		RunE: func(c *cobra.Command, _ []string) error {
 			if err := f.complete(); err != nil {
@@ -111,15 +111,15 @@ serves a cluster; of several, one leads.`,
 	return c
 }
 
-// place is a placer: the books, and what they are connected to.
-type place struct {
+// placer has the books, and all that they are connected to.
+type placer struct {
 	flags   *runFlags
 	log     *slog.Logger
 	books   *fleet.Fleet
 	sites   *fleet.Sites
 	metrics *placerobs.Metrics
 	cluster *placerkube.Cluster
-	// Nil where their doors are shut.
+	// lent and admitted are nil if their doors are not in --doors.
 	lent     *liqo.Door
 	admitted *kueue.Door
 }
@@ -127,7 +127,7 @@ type place struct {
 // run serves schedulers until ctx ends.
 func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	log.Info("gpu-placer", "version", build().Version(), "domain", f.names.Domain, "doors", f.doors.String())
-	p := &place{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
+	p := &placer{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
 	p.sites = fleet.CountSites(p.books, f.names.Domain+"/"+gpunode.Site)
 	p.metrics = placerobs.NewMetrics(build().Version(), p.state,
 		words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)
@@ -135,12 +135,12 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	p.cluster, err = placerkube.New(kube.Options{
 		Kubeconfig: f.kubeconfig, Domain: f.names.Domain,
 		UserAgent: "gpu-placer", Logger: log, Failed: p.metrics.APIError, Answered: p.metrics.APIAnswered,
-		Relist: time.Hour, // all pods of a cluster are much to read again
+		Relist: time.Hour, // reading all pods of a cluster is much work
 	})
 	if err != nil {
 		return err
 	}
-	p.metrics.APIAnswered() // as in an agent
+	p.metrics.APIAnswered() // so that a placer without an API server from its start on is overdue, too
 	if f.doors.Has(liqoDoor) {
 		lender := fleet.Lend(p.books, liqo.QuotaOf)
 		p.lent = liqo.New(lender, liqo.Options{
@@ -162,8 +162,8 @@ func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	return nil
 }
 
-// state is what the metrics show of the books and the doors.
-func (p *place) state() (s placerobs.State) {
+// state returns what the metrics show of the books and the doors.
+func (p *placer) state() (s placerobs.State) {
 	s.Waiting, s.Reservations = p.books.State()
 	s.PassedOver = p.books.PassedOver()
 	s.Leads = p.books.Ready() == nil
@@ -181,13 +181,14 @@ func (p *place) state() (s placerobs.State) {
 }
 
 // serve runs everything until ctx ends or a part of it fails.
-func (p *place) serve(ctx context.Context) error {
+func (p *placer) serve(ctx context.Context) error {
 	g, ctx := errgroup.WithContext(ctx)
 	if ns, name, elected := command.Namespaced(p.flags.lease); elected {
 		lease := p.cluster.NewLease(ns, name, identity(), p.books.Lead)
 		p.books.LeadBy(lease.Leads)
 		g.Go(func() error {
-			// Who knows nothing yet would only take the lease from who could answer.
+			// A placer without the cluster's objects waits: it would only take the lease from
+			// one that can answer.
 			if err := p.books.WaitListed(ctx); err != nil {
 				return err
 			}
@@ -196,7 +197,7 @@ func (p *place) serve(ctx context.Context) error {
 	}
 	page := obs.New(obs.Options{
 		Addr: p.flags.http, Logger: p.log, Metrics: p.metrics.Registry(), Ready: p.books.Ready,
-		// Who cannot even say this hangs.
+		// State takes the books' lock: if it does not return, the placer hangs.
 		Healthy: func() error { p.books.State(); return nil },
 	})
 	g.Go(func() error { return page.Run(ctx) })
@@ -215,7 +216,7 @@ func (p *place) serve(ctx context.Context) error {
 	if p.flags.doors.Has(extenderDoor) {
 		p.books.TellUnguarded(func(u fleet.Unguarded) {
 			p.metrics.Unguarded()
-			p.log.Warn("a pod was bound without the placer's word",
+			p.log.Warn("a pod was bound without asking the placer",
 				"namespace", u.Namespace, "pod", u.Name, "node", u.Node)
 		})
 		door := extender.New(p.books, extender.Options{
@@ -236,7 +237,7 @@ func (p *place) serve(ctx context.Context) error {
 	return g.Wait()
 }
 
-// liqoAPI is the API server as the door for Liqo asks it.
+// liqoAPI is the API server as the Liqo door calls it.
 type liqoAPI struct{ *placerkube.Cluster }
 
 func (a liqoAPI) Objects(ctx context.Context, slices bool, see func(*unstructured.Unstructured)) error {
@@ -251,7 +252,7 @@ func (a liqoAPI) Write(ctx context.Context, o *unstructured.Unstructured) (*unst
 	return a.WriteStatus(ctx, liqo.Slices, o)
 }
 
-// liqoObjects tells the door of one of the two kinds of objects.
+// liqoObjects passes one of the two kinds of objects to the Liqo door.
 type liqoObjects struct {
 	*liqo.Door
 	slices bool
@@ -261,7 +262,7 @@ func (o liqoObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.slices, o
 func (o liqoObjects) Delete(uid string)                 { o.Door.Delete(o.slices, uid) }
 func (o liqoObjects) Listed()                           { o.Door.Listed(o.slices) }
 
-// kueueObjects tells the door of one kind of objects.
+// kueueObjects passes one kind of objects to the Kueue door.
 type kueueObjects struct {
 	*kueue.Door
 	of schema.GroupVersionResource
@@ -270,7 +271,8 @@ type kueueObjects struct {
 func (o kueueObjects) Set(of *unstructured.Unstructured) { o.Door.Set(o.of, of) }
 func (o kueueObjects) Listed()                           { o.Door.Listed(o.of) }
 
-// identity is this process's alone, also where its pod's name is given to another one.
+// identity returns a name for this process. It is unique, even if another pod gets this pod's
+// name.
 func identity() string {
 	host, err := os.Hostname()
 	if err != nil {
@@ -287,7 +289,7 @@ func words[T ~string](list []T) (out []string) {
 }
 
 // serveExtender answers schedulers until ctx ends.
-func (p *place) serveExtender(ctx context.Context, door http.Handler) error {
+func (p *placer) serveExtender(ctx context.Context, door http.Handler) error {
 	listener, err := (&net.ListenConfig{}).Listen(ctx, "tcp", p.flags.listen)
 	if err != nil {
 		return fmt.Errorf("serve schedulers on %q (--listen): %w", p.flags.listen, err)

@@ -82,7 +82,7 @@ func TestTooManyReplicasAreNotApplied(t *testing.T) {
 		}
 		b.SetFile("p.yaml", []byte("version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, replicas: 10000}\n"))
 		synctest.Wait()
-		if m := b.message(); b.state() != "invalid" || !strings.Contains(m, "p.yaml:4: ") || !strings.Contains(m, "makes 80000 devices") || !strings.Contains(m, "last good") {
+		if m := b.message(); b.state() != "invalid" || !strings.Contains(m, "p.yaml:4: ") || !strings.Contains(m, "gives this node 80000 devices") || !strings.Contains(m, "last good") {
 			t.Errorf("%s: %s", b.state(), m)
 		}
 		if got := l.look()[sharedResource]; got != 32 {

@@ -31,7 +31,7 @@ func TestGPUWithoutMemoryOfItsOwn(t *testing.T) {
 		for _, mode := range []string{"mode: shared", "mode: shared, replicas: 2", "mode: dynamic, api: dra"} {
 			b.SetFile("p.yaml", []byte("version: v1\npartitions:\n  default:\n    - {devices: all, "+mode+"}\n"))
 			b.want("invalid", "", "0 1")
-			if m := b.message(); !strings.Contains(m, "GPUs 0 and 1: the driver tells no memory") || !strings.Contains(m, "whole and off work") {
+			if m := b.message(); !strings.Contains(m, "GPUs 0 and 1: the driver reports no memory") || !strings.Contains(m, "whole and off work") {
 				t.Errorf("%s: message %q", mode, m)
 			}
 		}

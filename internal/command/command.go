@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Program is the command line of a program. It is executed once.
+// Program is the command line of a program. Execute it once.
 type Program struct {
 	root    *cobra.Command
 	prefix  string
@@ -22,11 +22,11 @@ type Program struct {
 	environ []string
 }
 
-// helpWidth is how many columns help has, at most.
+// helpWidth is the largest width of help, in columns.
 const helpWidth = 110
 
-// New makes a program of its root command, which has all others but help and completion, and
-// of the prefix of its environment variables. A command whose Args is nil takes no arguments.
+// New makes a program. root is its root command, with all others except help and completion;
+// prefix begins its environment variables. A command whose Args is nil takes no arguments.
 func New(root *cobra.Command, prefix string) *Program {
 	p := &Program{root: root, prefix: prefix}
 	root.SilenceErrors, root.SilenceUsage = true, true
@@ -48,8 +48,8 @@ func New(root *cobra.Command, prefix string) *Program {
 	return p
 }
 
-// Execute runs the command that args name. environ has the environment as os.Environ
-// returns it.
+// Execute runs the command that args name. environ is the environment, as os.Environ returns
+// it.
 func (p *Program) Execute(ctx context.Context, args, environ []string) error {
 	p.args, p.environ = append([]string{}, args...), environ
 	p.root.SetArgs(p.args)
@@ -62,7 +62,7 @@ func (p *Program) Execute(ctx context.Context, args, environ []string) error {
 	return usage(c, err)
 }
 
-// usage puts the command's name before what is wrong with its usage, in one line.
+// usage puts the command's name before an error of wrong usage, on one line.
 func usage(c *cobra.Command, err error) error {
 	if ExitOf(err) != Usage {
 		return err
@@ -71,8 +71,8 @@ func usage(c *cobra.Command, err error) error {
 	return &Error{Usage, errors.New(c.CommandPath() + ": " + line)}
 }
 
-// commands are the root and all below it, without help and those that have moved; a command
-// comes before its own.
+// commands returns the root and all commands below it, without help and moved ones. A command
+// comes before those below it.
 func (p *Program) commands() []*cobra.Command {
 	out := []*cobra.Command{p.root}
 	for i := 0; i < len(out); i++ {
@@ -82,7 +82,7 @@ func (p *Program) commands() []*cobra.Command {
 	return out
 }
 
-// noCommand is what a command does that has others below it.
+// noCommand runs a command that has others below it: it returns an error of wrong usage.
 func noCommand(c *cobra.Command, args []string) error {
 	var names []string
 	for _, sub := range c.Commands() {
@@ -96,18 +96,18 @@ func noCommand(c *cobra.Command, args []string) error {
 	case nearest(args[0], names) != "":
 		return Usagef("there is no command %q: write %s", args[0], nearest(args[0], names))
 	}
-	return Usagef("there is no command %q, but %s", args[0], strings.Join(names, ", "))
+	return Usagef("there is no command %q: the commands are %s", args[0], strings.Join(names, ", "))
 }
 
 func noArguments(_ *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return Usagef("unexpected argument %q: it takes flags alone", args[0])
+		return Usagef("unexpected argument %q: the command takes only flags", args[0])
 	}
 	return nil
 }
 
-// singleDash finds a long flag that has one dash, which pflag would read as several short
-// ones: -node-name, or -host-root, which begins with the -h of help.
+// singleDash finds a long flag with a single dash. pflag would read it as several short ones:
+// -node-name, or -host-root, which begins with the -h of help.
 func (p *Program) singleDash() (*cobra.Command, error) {
 	c, args, err := p.root.Find(p.args)
 	if err != nil {
@@ -132,10 +132,10 @@ func (p *Program) singleDash() (*cobra.Command, error) {
 	return c, nil
 }
 
-// flagError says what is wrong with a flag in the words of this package.
+// flagError returns an error about a flag, in this package's wording.
 func (p *Program) flagError(c *cobra.Command, err error) error {
 	if c.HasSubCommands() {
-		// The command is what is misspelt, and its flags are unknown for that.
+		// The command is misspelt, and its flags are unknown only for that reason.
 		if _, args, err := p.root.Find(p.args); err == nil {
 			for _, arg := range args {
 				if !strings.HasPrefix(arg, "-") {
@@ -159,7 +159,7 @@ func (p *Program) flagError(c *cobra.Command, err error) error {
 		if near := nearest(name, names); near != "" {
 			return Usagef("there is no flag %s%s: write --%s", dashes, name, near)
 		}
-		return Usagef("there is no flag %s%s: %s --help lists those that there are", dashes, name, c.CommandPath())
+		return Usagef("there is no flag %s%s: %s --help lists the flags", dashes, name, c.CommandPath())
 	case errors.As(err, &empty):
 		value, _ := pflag.UnquoteUsage(empty.GetFlag())
 		return Usagef("--%s has no value: write --%[1]s %s", empty.GetFlag().Name, strings.ToUpper(value))
@@ -169,7 +169,8 @@ func (p *Program) flagError(c *cobra.Command, err error) error {
 	return Usagef("%w", err)
 }
 
-// nearest returns the name that a misspelt one was meant to be, or "" if none is near.
+// nearest returns the name that a misspelt one was most likely meant to be, or "" if none is
+// near.
 func nearest(word string, names []string) string {
 	best, least := "", max(1, len(word)/3)
 	for _, name := range names {
@@ -180,7 +181,7 @@ func nearest(word string, names []string) string {
 	if best != "" {
 		return best
 	}
-	// The beginning of one name alone is near, too.
+	// If a word begins exactly one name, that name is near, too.
 	for _, name := range names {
 		if len(word) > 2 && strings.HasPrefix(name, word) {
 			if best != "" {
@@ -192,10 +193,10 @@ func nearest(word string, names []string) string {
 	return best
 }
 
-// distance is how many letters are to be put in, taken out, replaced or swapped with the next
-// to make b of a.
+// distance returns how many letters to insert, delete, replace or swap with the next to turn a
+// into b.
 func distance(a, b string) int {
-	to := make([][]int, len(a)+1) // to[i][j] is that of a[:i] and b[:j]
+	to := make([][]int, len(a)+1) // to[i][j] is the distance of a[:i] and b[:j]
 	for i := range to {
 		to[i] = make([]int, len(b)+1)
 		for j := range to[i] {
@@ -239,7 +240,7 @@ func (p *Program) help() *cobra.Command {
 	return c
 }
 
-// completeCommands offers the commands below the one that is typed already.
+// completeCommands returns the commands below the one that is typed already.
 func completeCommands(c *cobra.Command, args []string, _ string) (out []cobra.Completion, _ cobra.ShellCompDirective) {
 	if of, rest, err := c.Root().Find(args); err == nil && len(rest) == 0 {
 		for _, sub := range of.Commands() {
@@ -279,7 +280,7 @@ func (p *Program) printHelp(c *cobra.Command, _ []string) {
 	}
 	fmt.Fprintf(out, "\nFlags:\n%s", c.Flags().FlagUsagesWrapped(helpWidth))
 	if c.HasSubCommands() {
-		fmt.Fprintf(out, "\n%s COMMAND --help tells more of a command, with an example.\n", c.CommandPath())
+		fmt.Fprintf(out, "\n%s COMMAND --help explains a command, with an example.\n", c.CommandPath())
 	}
 	c.Flags().VisitAll(func(f *pflag.Flag) {
 		if name := p.variable(f); name != "" && text != "" {

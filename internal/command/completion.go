@@ -25,8 +25,9 @@ func (p *Program) completion() *cobra.Command {
 	}
 	c := &cobra.Command{
 		Use:   "completion SHELL",
-		Short: "print what makes a shell complete commands, flags and values",
-		Long: fmt.Sprintf(`Prints what makes a shell complete commands, flags and values: bash, zsh, fish or powershell.
+		Short: "print a script that lets a shell complete commands, flags and values",
+		Long: fmt.Sprintf(`Prints a script that lets a shell complete commands, flags and values: bash, zsh,
+fish or powershell.
 
   source <(%[1]s completion bash)            # or zsh, behind autoload -U compinit; compinit
   %[1]s completion fish | source
@@ -48,8 +49,8 @@ func (p *Program) completion() *cobra.Command {
 	return c
 }
 
-// completeValues tells cobra how the values of all flags are completed. It is done for the
-// shell alone, so that a program that works does not keep it.
+// completeValues registers with cobra how the values of all flags are completed. Only a shell's
+// request needs it, so a running program does not keep it in memory.
 func (p *Program) completeValues() {
 	for _, c := range p.commands() {
 		c.Flags().VisitAll(func(f *pflag.Flag) {

@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// variable is the environment variable of a flag; "" if it has none.
+// variable returns the environment variable of a flag; "" if it has none.
 func (p *Program) variable(f *pflag.Flag) string {
 	if f.Name == "help" {
 		return ""
@@ -20,15 +20,15 @@ func (p *Program) variable(f *pflag.Flag) string {
 	return p.prefix + strings.ToUpper(strings.ReplaceAll(f.Name, "-", "_"))
 }
 
-// ofCobra are variables by which people choose how cobra completes, behind the prefix.
+// ofCobra are cobra's own variables, without the prefix. They set how it completes.
 var ofCobra = []string{"ACTIVE_HELP", "COMPLETION_DESCRIPTIONS"}
 
-// environment sets the flags that the command line does not have from their variables. It
-// leaves pflag.Flag.Changed false. It refuses a variable that no command of the program
-// has a flag for.
+// environment sets the flags that are not on the command line from their variables. It leaves
+// pflag.Flag.Changed false. It refuses a variable if no command of the program has a flag for
+// it.
 func (p *Program) environment(c *cobra.Command) error {
 	if c.Name() == "completion" || c.Name() == "help" || c.Name() == cobra.ShellCompRequestCmd {
-		return nil // they have to work for somebody who looks for what is wrong
+		return nil // they must work even if a variable is wrong
 	}
 	set := map[string]string{}
 	for _, entry := range p.environ {
@@ -42,7 +42,7 @@ func (p *Program) environment(c *cobra.Command) error {
 	}
 	own := map[string]*pflag.Flag{}
 	c.Flags().VisitAll(func(f *pflag.Flag) { own[p.variable(f)] = f })
-	known := slices.Clone(ofCobra) // and those of all commands: a pod has one environment for all that run in it
+	known := slices.Clone(ofCobra) // and those of all commands, since all that run in a pod share its environment
 	for _, c := range p.commands() {
 		c.Flags().VisitAll(func(f *pflag.Flag) { known = append(known, strings.TrimPrefix(p.variable(f), p.prefix)) })
 	}
@@ -64,13 +64,13 @@ func (p *Program) environment(c *cobra.Command) error {
 	return nil
 }
 
-// serviceForms are the variables that the kubelet sets in a pod for each Service of its
-// namespace, behind the Service's name.
+// serviceForms matches the variables that the kubelet sets in a pod for each Service of its
+// namespace, without the Service's name.
 var serviceForms = regexp.MustCompile(`^_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|` +
 	`PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$`)
 
-// ofService says whether the kubelet has set a variable for a Service: then it has set the
-// one with the Service's address, too.
+// ofService reports whether the kubelet has set a variable for a Service. The kubelet then has
+// also set NAME_SERVICE_HOST, the Service's address.
 func ofService(name string, all map[string]string) bool {
 	for other := range all {
 		service, ok := strings.CutSuffix(other, "_SERVICE_HOST")

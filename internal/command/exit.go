@@ -13,38 +13,37 @@ type Exit int
 const (
 	// Done: the command has done what it was asked to.
 	Done Exit = iota
-	// Failed: the command could not do its work. It is the code of every error that has no
-	// other.
+	// Failed: the command could not do its work. Any error without another code has this one.
 	Failed
 	// Usage: the command line or an environment variable is wrong. Nothing was done.
 	Usage
 	// Blocked: holders are in the way.
 	Blocked
-	// NotApplied: a partition would not be applied, for another reason than holders.
+	// NotApplied: a partition would not be applied, for a reason other than holders.
 	NotApplied
-	// Invalid: a partition file is wrong for everybody or for these GPUs.
+	// Invalid: a partition file is wrong, or it does not fit these GPUs.
 	Invalid
 )
 
-// meanings are the exit codes as the reference has them.
+// meanings explains the exit codes in the reference.
 var meanings = [...]string{
 	Done: "done; of `plan`: the partition would be `applied`; " +
-		"of `check`: all partitions fit, whatever they would wait for",
-	Failed: "failed: standard error says why",
+		"of `check`: all partitions fit, even if they would wait for holders",
+	Failed: "failed: standard error has the reason",
 	Usage: "the command line or an environment variable is wrong: " +
-		"standard error says in one line what to write instead",
-	Blocked: "holders are in the way: `plan` says whose end the partition would wait for (`blocked`), " +
-		"`cleanup` which pods hold devices",
-	NotApplied: "of `plan`: the partition would be `pending` or `failed`: a reset that is left to you, " +
-		"a driver that does not answer, a GPU that somebody else gives out",
-	Invalid: "the partition file is wrong, or a partition cannot be had on these GPUs " +
-		"(`invalid`; of `check`, `failed` too): standard error says where",
+		"standard error has one line with what to write instead",
+	Blocked: "holders are in the way: `plan` names those that the partition would wait for (`blocked`), " +
+		"`cleanup` the pods that hold devices",
+	NotApplied: "of `plan`: the partition would be `pending` or `failed`: you must reset a GPU, " +
+		"the driver does not answer, or another program gives out a GPU",
+	Invalid: "the partition file is wrong, or a partition does not fit these GPUs " +
+		"(`invalid`; of `check`, `failed` too): standard error has the lines",
 }
 
 // Error is an error with an exit code of its own.
 type Error struct {
 	Exit Exit
-	// Err is what is wrong; nil if the command's output says it already.
+	// Err is what is wrong; nil if the command's output has it already.
 	Err error
 }
 
@@ -57,8 +56,8 @@ func (e *Error) Error() string {
 
 func (e *Error) Unwrap() error { return e.Err }
 
-// Usagef makes an error of wrong usage. The text says what to write instead; the program's
-// and the command's name are put before it.
+// Usagef returns an error of wrong usage. Its text is what to write instead. The names of
+// the program and the command are put before it.
 func Usagef(format string, args ...any) error { return &Error{Usage, fmt.Errorf(format, args...)} }
 
 // ExitOf returns the exit code of an error of [Program.Execute].

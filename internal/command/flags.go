@@ -13,13 +13,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Domains are the flags of the names that resources and all the rest begin with. The zero
-// value is to be registered.
+// Domains are the flags for the domains in names. Call Register on a zero value.
 type Domains struct {
-	// Domain is that of labels, annotations, GPUNodes and resources.
+	// Domain is the domain of labels, annotations, GPUNodes and resources.
 	Domain string
-	// ResourceDomain is that of the resources alone. Complete makes it Domain where it is
-	// empty.
+	// ResourceDomain is the domain of resources only. If it is empty, Complete sets it to
+	// Domain.
 	ResourceDomain string
 }
 
@@ -29,10 +28,10 @@ func (d *Domains) Register(fs *pflag.FlagSet) {
 		"`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
 			"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
 	fs.StringVar(&d.ResourceDomain, "resource-domain", "",
-		"`domain` of the resources alone, in admission.yaml too (default: --domain)")
+		"`domain` of resources only, in admission.yaml too (default: --domain)")
 }
 
-// Complete checks the names and fills in what follows from them.
+// Complete checks the domains and sets defaults.
 func (d *Domains) Complete() error {
 	d.ResourceDomain = cmp.Or(d.ResourceDomain, d.Domain)
 	if err := gpu.ValidateDomain(d.Domain); err != nil {
@@ -50,8 +49,7 @@ func Kubeconfig(fs *pflag.FlagSet, file *string) {
 		"`file` with the API server's address and credentials (default: the pod's service account)")
 }
 
-// Log is the flags of a program that runs on, and tells what it does. The zero value is to
-// be registered.
+// Log are the flags of a program that writes a log. Call Register on a zero value.
 type Log struct {
 	format, level Choice
 }
@@ -61,10 +59,10 @@ func (l *Log) Register(fs *pflag.FlagSet) {
 	l.format = Choice{Value: "text", Of: []string{"text", "json"}}
 	fs.Var(&l.format, "log-format", "how the log is written")
 	l.level = Choice{Value: "info", Of: []string{"debug", "info", "warn", "error"}}
-	fs.Var(&l.level, "log-level", "the least grave lines that the log has")
+	fs.Var(&l.level, "log-level", "level of the least severe lines that are logged")
 }
 
-// Logger writes to w as the flags say.
+// Logger returns a logger that writes to w as the flags say.
 func (l *Log) Logger(w io.Writer) *slog.Logger {
 	var level slog.Level
 	_ = level.UnmarshalText([]byte(l.level.Value)) // one of four known words
@@ -75,7 +73,7 @@ func (l *Log) Logger(w io.Writer) *slog.Logger {
 	return slog.New(slog.NewTextHandler(w, options))
 }
 
-// Namespaced splits NAMESPACE/NAME; ok says that it is that.
+// Namespaced splits NAMESPACE/NAME; ok is false if s has another form.
 func Namespaced(s string) (namespace, name string, ok bool) {
 	namespace, name, ok = strings.Cut(s, "/")
 	return namespace, name, ok && namespace != "" && name != "" && !strings.Contains(name, "/")

@@ -18,8 +18,8 @@ type use struct {
 	commands []string // without the program's name
 }
 
-// flags are those of all commands, by name: each once, or as often as it has different
-// defaults or texts.
+// flags returns the flags of all commands, by name. A flag is there once, or once for each
+// different default or text.
 func (p *Program) flags() []use {
 	var out []use
 	for _, c := range p.commands() {
@@ -46,7 +46,7 @@ func (p *Program) flags() []use {
 	return out
 }
 
-// gather names a command alone where all below it have a flag.
+// gather replaces the commands below c by c itself, for each flag that all of them have.
 func (p *Program) gather(c *cobra.Command, flags []use) {
 	var all []string
 	for _, sub := range c.Commands() {
@@ -62,13 +62,13 @@ func (p *Program) gather(c *cobra.Command, flags []use) {
 	}
 }
 
-// short is a command's name without the program's.
+// short returns a command's name without the program's.
 func (p *Program) short(c *cobra.Command) string {
 	return strings.TrimPrefix(c.CommandPath(), p.root.Name()+" ")
 }
 
-// Flaws says what is wrong with the program's commands and flags: what is not described, has
-// no example, or has one name for two things. It returns nothing if all is well.
+// Flaws returns what is wrong with the program's commands and flags: one without a description
+// or an example, or one name with two meanings. It returns nil if all is well.
 func (p *Program) Flaws() (out []string) {
 	for _, c := range p.commands() {
 		path := c.CommandPath()
@@ -106,11 +106,10 @@ func (p *Program) Flaws() (out []string) {
 	return out
 }
 
-// Reference writes the commands and flags as Markdown, each below a heading of the third
-// level.
+// Reference returns the commands and flags as Markdown, under headings of the third level.
 func (p *Program) Reference() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` tells more of a command, with an example.\n\n"+
+	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` explains a command, with an example.\n\n"+
 		"| command | does |\n|---|---|\n", p.root.Name())
 	for _, c := range p.commands() {
 		if !c.HasSubCommands() {
@@ -120,7 +119,7 @@ func (p *Program) Reference() string {
 	}
 	fmt.Fprint(&b, "\n### Flags\n\n"+
 		"A flag has one meaning in all commands that have it. "+
-		"Where the command line does not have it, its environment variable\n"+
+		"If it is not on the command line, its environment variable\n"+
 		"counts. Any other variable that begins with `"+p.prefix+"` is an error, "+
 		"so that a misspelt one is seen. Those that Kubernetes\n"+
 		"sets for Services ("+"`"+p.prefix+"SERVICE_HOST` and the like) are ignored.\n\n"+
@@ -146,7 +145,7 @@ func (p *Program) Reference() string {
 	return b.String()
 }
 
-// ExitCodes writes the exit codes of all programs as a table in Markdown.
+// ExitCodes returns the exit codes of all programs as a Markdown table.
 func ExitCodes() string {
 	var b strings.Builder
 	fmt.Fprint(&b, "| code | means |\n|---|---|\n")
@@ -156,11 +155,11 @@ func ExitCodes() string {
 	return b.String()
 }
 
-// cell makes a text one cell of a table.
+// cell escapes a text for one cell of a table.
 func cell(text string) string { return strings.NewReplacer("|", `\|`, "\n", " ").Replace(text) }
 
-// Splice returns a document with text in the place of what stands between the lines
-// <!-- NAME: begin … --> and <!-- NAME: end -->.
+// Splice returns a document with text between the lines <!-- NAME: begin … --> and <!-- NAME:
+// end -->, in place of what was there. It fails if there are no such lines.
 func Splice(document, name, text string) (string, error) {
 	begin := strings.Index(document, "<!-- "+name+": begin")
 	end := strings.Index(document, "<!-- "+name+": end -->")

@@ -10,18 +10,18 @@ import (
 
 // Choice is a flag with one of few values. It implements pflag.Value.
 type Choice struct {
-	// Value is the one that is chosen, at first the default.
+	// Value is the chosen value, at first the default.
 	Value string
-	// Of are all that can be chosen.
+	// Of are the values to choose from.
 	Of []string
 }
 
 func (c *Choice) String() string { return c.Value }
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (c *Choice) Type() string { return strings.Join(c.Of, "|") }
 
-// Set takes one of the values.
+// Set chooses a value. It fails if it is not one of Of.
 func (c *Choice) Set(s string) error {
 	if !slices.Contains(c.Of, s) {
 		return fmt.Errorf("want one of %s", strings.Join(c.Of, ", "))
@@ -32,24 +32,24 @@ func (c *Choice) Set(s string) error {
 
 func (c *Choice) complete(string) []string { return c.Of }
 
-// List is a flag with several values, of few, with commas between them. It implements
+// List is a flag with several values out of a few, separated by commas. It implements
 // pflag.Value.
 type List struct {
-	// Values are those that are chosen, at first the default.
+	// Values are the chosen values, at first the default.
 	Values []string
-	// Of are all that can be chosen.
+	// Of are the values to choose from.
 	Of []string
 }
 
 func (l *List) String() string { return strings.Join(l.Values, ",") }
 
-// Type is what help shows as the value.
+// Type returns the value's name in help.
 func (l *List) Type() string { return strings.Join(l.Of, ",") }
 
-// Has says whether a word is chosen.
+// Has reports whether a value is chosen.
 func (l *List) Has(word string) bool { return slices.Contains(l.Values, word) }
 
-// Set takes values with commas between them, in the place of those before.
+// Set chooses values, separated by commas, in place of those before.
 func (l *List) Set(s string) error {
 	var values []string
 	for word := range strings.SplitSeq(s, ",") {
@@ -62,7 +62,7 @@ func (l *List) Set(s string) error {
 	return nil
 }
 
-// complete offers, behind what is typed up to the last comma, each value that is not there.
+// complete returns, after what is typed up to the last comma, each value that is not typed yet.
 func (l *List) complete(typed string) (out []string) {
 	before := typed[:strings.LastIndex(typed, ",")+1]
 	for _, word := range l.Of {

@@ -11,15 +11,15 @@ import (
 	"github.com/spf13/cobra"
 )
 
-// Build is what a program was built from, as the linker was told (-ldflags "-X main.release=…").
-// Each may be empty.
+// Build is what a program was built from. The linker sets it (-ldflags "-X main.release=…"),
+// and each field may be empty.
 type Build struct {
-	// Release is the version, commit what it was built from, and date that of the commit: the
-	// same whenever it is built.
+	// Release is the version, Commit the commit that was built, and Date that commit's date. So
+	// the date does not depend on when it was built.
 	Release, Commit, Date string
 }
 
-// Version is the release, or what Go knows of the commit that was built.
+// Version returns the release, or Go's version of the commit that was built.
 func (b Build) Version() string {
 	if b.Release != "" {
 		return b.Release
@@ -30,7 +30,7 @@ func (b Build) Version() string {
 	return "unknown"
 }
 
-// String is what people want to know of a program that they have found.
+// String returns all that people ask about a program: version, commit, date, Go and platform.
 func (b Build) String() string {
 	return fmt.Sprintf("%s (commit %s of %s, %s %s/%s)",
 		b.Version(), cmp.Or(b.Commit, "unknown"), cmp.Or(b.Date, "unknown date"),
@@ -50,13 +50,13 @@ func NewVersion(program string, b Build) *cobra.Command {
 	}
 }
 
-// NewMoved makes a command that another program has now: it is told of nowhere, takes whatever
-// the old one took, and is wrong usage that says what to write instead.
+// NewMoved makes a command that has moved to another program. It is hidden, accepts any
+// arguments, and fails as wrong usage with the text instead.
 func NewMoved(name, instead string) *cobra.Command {
 	moved := func(*cobra.Command, []string) error { return Usagef("%s", instead) }
 	return &cobra.Command{
 		Use: name, Hidden: true, DisableFlagParsing: true, Args: cobra.ArbitraryArgs,
-		// Before variables that belonged to the old command are looked at.
+		// This runs before the old command's variables are checked.
 		PersistentPreRunE: moved, RunE: moved,
 	}
 }

@@ -11,19 +11,19 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// throughDRA is why a GPU cannot be offered as wanted through DRA, empty where it can or
-// is to be offered otherwise.
+// throughDRA returns why a GPU cannot be offered through DRA as wanted. It is empty if it can,
+// or if the GPU is not to be offered through DRA.
 func throughDRA(w *Want, on *Node) string {
 	switch {
 	case w.API == ledger.DRA:
 	case w.Mode == Dynamic:
 		return "mode dynamic needs api dra, and this entry has api " + string(w.API) +
-			": what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"
+			": the scheduler must know which layouts exclude each other, and the device plugin cannot tell it"
 	default:
 		return ""
 	}
 	if on.NoDRA != "" {
-		return "api dra cannot be had: " + on.NoDRA
+		return "api dra is not available: " + on.NoDRA
 	}
 	var splits []mig.Name
 	for _, c := range w.Geometry {
@@ -34,19 +34,19 @@ func throughDRA(w *Want, on *Node) string {
 	if len(splits) == 0 {
 		return ""
 	}
-	return "api dra cannot express parts of a GPU instance (" + join(splits) +
-		"), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"
+	return "api dra cannot offer parts of a GPU instance (" + join(splits) +
+		"), since a ResourceSlice has no counters for them: name GPU instances, or use api device-plugin"
 }
 
-// offers is which resource names a partition offers through which front-end, on which
-// GPUs. Its zero value is of nothing.
+// offers maps each front-end to the resource names that a partition offers through it, and to
+// the indexes of their GPUs. The zero value is empty.
 type offers struct {
 	through map[ledger.FrontEnd]map[string][]int
-	// lines are those of the entries that offer a name through DRA.
+	// lines has, for each name through DRA, the line of the first entry that offers it.
 	lines map[string]int
 }
 
-// add notes the resources of one GPU, which its entry has on a line.
+// add adds the resources of one GPU. line is that of its entry.
 func (o *offers) add(w *Want, d *gpu.Device, line int) {
 	if o.through == nil {
 		o.through = map[ledger.FrontEnd]map[string][]int{ledger.DevicePlugin: {}, ledger.DRA: {}}
@@ -60,21 +60,21 @@ func (o *offers) add(w *Want, d *gpu.Device, line int) {
 	}
 }
 
-// check refuses a name that would be offered through both front-ends: of a node that has
-// some of it through the device plugin the scheduler does not look at the rest.
+// check refuses a name that would be offered through both front-ends. If a node offers a name
+// through the device plugin, the scheduler does not see the part through DRA.
 func (o *offers) check(m *mistakes) {
 	for _, name := range slices.Sorted(maps.Keys(o.lines)) {
 		if plugin := o.through[ledger.DevicePlugin][name]; len(plugin) > 0 {
 			m.add(o.lines[name], "%s would be offered through %s (%s) and through %s (%s), "+
-				"and of one node the scheduler sees a name only through one: give all GPUs that offer %s the same api",
+				"and on one node the scheduler sees a name through one only: give all GPUs that offer %s the same api",
 				name, ledger.DevicePlugin, gpus(plugin), ledger.DRA, gpus(o.through[ledger.DRA][name]), name)
 		}
 	}
 }
 
-// resources are the short names of those resources of a GPU that pods can ask for in the
-// same words through either front-end. Units of memory are not among them: through DRA
-// they are had by a claim alone.
+// resources returns the short names of a GPU's resources that pods can request by the same name
+// through both front-ends. Units of memory are not among them: through DRA, only a claim can
+// request them.
 func resources(w *Want, d *gpu.Device) (names []string) {
 	var profiles []mig.Name
 	switch w.Mode {
@@ -96,7 +96,7 @@ func resources(w *Want, d *gpu.Device) (names []string) {
 	return names
 }
 
-// profilesIn are the profiles that a GPU in MIG mode has something of, or can.
+// profilesIn returns the profiles that a GPU in MIG mode has or can have.
 func profilesIn(w *Want, d *gpu.Device) (profiles []mig.Name) {
 	switch {
 	case !w.OnDemand:

@@ -9,32 +9,33 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// Bounds of what is read, far above what any honest file has, and checked before anything is
-// done with it: a mistake in a file of a ConfigMap's size must not cost a node seconds, or
+// Bounds of a file, far above what any sensible file has. They are checked before anything else
+// is done with it. A mistake in a file as large as a ConfigMap must not cost a node seconds, or
 // more memory than its agent may have.
 const (
-	// mostMarks is how many signs of structure a file may have, and mostInBrackets how many
-	// of those one list or mapping in brackets. The YAML library keeps all of such a one in
-	// memory, a quarter of a kilobyte for each value, before it says anything.
+	// mostMarks is how many structural characters and lines a file may have. mostInBrackets is
+	// the same for one list or mapping in brackets: the YAML library keeps all of it in memory,
+	// a quarter of a kilobyte for each value, before it reports anything.
 	mostMarks, mostInBrackets = 220_000, 20_000
-	// mostDeep is how deep values may stand in each other. Ours do six deep.
+	// mostDeep is how deeply values may be nested. Ours have six levels.
 	mostDeep = 64
 	// mostText is the longest text, in bytes.
 	mostText = 4 << 10
-	// mostKeys is how many keys a mapping has whose keys are known, with mistyped ones.
+	// mostKeys is how many keys a mapping with known keys may have, mistyped ones included.
 	mostKeys = 64
-	// mostGPUs is how many GPUs an entry lists: machines have up to 16. mostProfiles and
-	// mostFilters are the same of MIG profiles, of which a GPU has some 20, and of PCI ids.
+	// mostGPUs is how many GPUs an entry may list; machines have up to 16. mostProfiles is the
+	// same for MIG profiles, since a GPU has some 20, and mostFilters for PCI ids.
 	mostGPUs, mostProfiles, mostFilters = 256, 4096, 1024
 )
 
-// measure finds what a file has too much of, and where. It looks at each byte once. Where it
-// cannot know whether a bracket or a quote is one, as in the middle of some texts, it takes it
-// for one: what is in brackets is then more than it would be.
+// measure returns what a file has too much of, and on which line; the reason is empty if the
+// file is within bounds. It looks at each byte once. Within some texts it cannot tell whether a
+// bracket or a quote belongs to the structure. It then takes it as such, so it may count too
+// much.
 func measure(data []byte) (line int, reason string) {
 	line = 1
 	marks, inBrackets, depth, began := 0, 0, 0, 1
-	quote, start := byte(0), true // start says that a value may begin here
+	quote, start := byte(0), true // start is true where a value may begin
 	for i := 0; i < len(data); i++ {
 		c := data[i]
 		wasStart := start
@@ -65,7 +66,7 @@ func measure(data []byte) (line int, reason string) {
 			}
 		case '\\':
 			if quote == '"' {
-				i++ // a newline there is counted by nobody, and there is one for two bytes at most
+				i++ // not counted as a mark: a newline here takes two bytes
 				if i < len(data) && data[i] == '\n' {
 					line++
 				}
@@ -73,7 +74,7 @@ func measure(data []byte) (line int, reason string) {
 		case '"', '\'':
 			switch {
 			case quote == c:
-				quote, start = 0, true // another one may follow at once
+				quote, start = 0, true // another quote may follow at once
 				marks, inBrackets = marks+1, inBrackets+1
 			case quote == 0 && wasStart:
 				quote = c
@@ -81,10 +82,10 @@ func measure(data []byte) (line int, reason string) {
 				marks, inBrackets = marks+1, inBrackets+1
 			}
 		case '#':
-			if wasStart && quote == 0 && depth == 0 { // a comment; in brackets it may be none
+			if wasStart && quote == 0 && depth == 0 { // a comment; within brackets it may be text
 				for ; i+1 < len(data) && data[i+1] != '\n'; i++ {
 					if bytes.IndexByte([]byte(",:?!&*[]{}'\""), data[i+1]) >= 0 {
-						marks++ // it may be none here, too
+						marks++ // this may be text, too
 					}
 				}
 			}
@@ -104,27 +105,28 @@ func measure(data []byte) (line int, reason string) {
 
 func isBlank(c byte) bool { return c == ' ' || c == '\t' || c == '\n' || c == '\r' }
 
-// shallow is our limits for the YAML library.
-type shallow struct{}
+// yamlLimits sets our limits in the YAML library.
+type yamlLimits struct{}
 
-// CheckAlias is yaml.LoaderLimitsPlugin's. The library replaces no alias for us: expander does.
-func (shallow) CheckAlias(aliases, _ int) error {
+// CheckAlias implements yaml.LoaderLimitsPlugin. The library does not replace aliases for us;
+// expander does.
+func (yamlLimits) CheckAlias(aliases, _ int) error {
 	if aliases > maxAliased {
 		return fmt.Errorf("more than %d aliases", maxAliased)
 	}
 	return nil
 }
 
-// CheckDepth is yaml.LoaderLimitsPlugin's.
-func (shallow) CheckDepth(depth int, _ *yaml.DepthContext) error {
+// CheckDepth implements yaml.LoaderLimitsPlugin.
+func (yamlLimits) CheckDepth(depth int, _ *yaml.DepthContext) error {
 	if depth > mostDeep {
-		return fmt.Errorf("values stand in each other more than %d deep, and a partition file needs six", mostDeep)
+		return fmt.Errorf("values are nested more than %d levels deep, and a partition file needs six", mostDeep)
 	}
 	return nil
 }
 
-// tooMany says that a list or a mapping has more elements than there may be. Then none of
-// them is looked at.
+// tooMany reports whether a list or a mapping has too many elements, and adds that as a
+// mistake. The caller then looks at none of them.
 func (m *mistakes) tooMany(n *yaml.Node, what string, have, most int, why string) bool {
 	if have > most {
 		m.at(n, "%s has %d elements: at most %d are read, since %s", what, have, most, why)

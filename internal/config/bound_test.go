@@ -98,8 +98,8 @@ func TestWorkGrowsWithTheFile(t *testing.T) {
 		{"partitions", func(n int) string {
 			return "version: v1\npartitions:\n" + strings.ReplaceAll(listed(n, func(i int) string { return fmt.Sprintf("  p%d: []", i) }), ",", "\n")
 		}, `f:3: partition "p0" is an empty list`},
-		{"depth in brackets", func(n int) string { return head + "    - devices: " + strings.Repeat("[", n) + strings.Repeat("]", n) }, "f:4: the file is not YAML: values stand in each other more than 64 deep, and a partition file needs six"},
-		{"depth in lines", func(n int) string { return head + "    " + strings.Repeat("- ", n) + "x\n" }, "f:4: the file is not YAML: values stand in each other more than 64 deep"},
+		{"depth in brackets", func(n int) string { return head + "    - devices: " + strings.Repeat("[", n) + strings.Repeat("]", n) }, "f:4: the file is not YAML: values are nested more than 64 levels deep, and a partition file needs six"},
+		{"depth in lines", func(n int) string { return head + "    " + strings.Repeat("- ", n) + "x\n" }, "f:4: the file is not YAML: values are nested more than 64 levels deep"},
 		{"aliases of a long text", func(n int) string {
 			return head + "    - {devices: [" + listed(n, func(i int) string {
 				if i == 0 {

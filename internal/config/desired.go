@@ -14,24 +14,23 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Mode is how a GPU is laid out.
+// Mode is the layout of a GPU.
 type Mode string
 
-// Modes. Keep, the zero value, is never written in a file: it says that the
-// partition has nothing to say about a GPU, which stays as it is.
+// Modes. Keep, the zero value, is never written in a file: the partition has no entry for the
+// GPU, which stays as it is.
 const (
 	Keep   Mode = ""
 	Whole  Mode = "whole"
 	Shared Mode = "shared"
 	MIG    Mode = "mig"
-	// Dynamic offers a GPU whole, as memory and as every MIG placement at once, through
-	// DRA alone: whoever comes first decides what it is.
+	// Dynamic offers a GPU whole, as memory and as every MIG placement at once, only through
+	// DRA: the first holder decides its layout.
 	Dynamic Mode = "dynamic"
 	Off     Mode = "off"
 )
 
-// Compute is how processes share a GPU's compute units. Empty where the mode is
-// not Shared.
+// Compute is how processes share a GPU's compute units. It is empty if the mode is not Shared.
 type Compute string
 
 // Ways of sharing compute: one process after another, or several at a time
@@ -45,35 +44,33 @@ const (
 type Want struct {
 	GPU  gpu.UUID
 	Mode Mode
-	// API is the front-end through which the GPU is offered; empty where it offers
-	// nothing, and for Keep.
+	// API is the front-end that offers the GPU; empty if the GPU offers nothing, and for Keep.
 	API ledger.FrontEnd
-	// Replicas is how many equal shares a Shared GPU has; 0 means that
-	// it is offered in units of memory.
+	// Replicas is how many equal shares a Shared GPU has; 0 means units of memory.
 	Replicas int
-	// TimeSlice is empty where the mode is not Shared.
+	// TimeSlice and Compute are empty if the mode is not Shared.
 	TimeSlice gpu.TimeSlice
 	Compute   Compute
-	// OnDemand says that instances of a MIG or Dynamic GPU are made when they are asked
-	// for; otherwise exactly those of Geometry exist, which may be none.
+	// OnDemand is true if the instances of a MIG or Dynamic GPU are made for requests.
+	// Otherwise exactly those of Geometry exist, which may be none.
 	OnDemand bool
-	// Geometry is in mig.Compare order, each profile once, counts at least 1.
-	// Some set of placements on the GPU holds it, unless Unproven.
+	// Geometry is in mig.Compare order, with each profile once and counts of at least 1. The
+	// GPU has placements for all of it, unless Unproven is true.
 	Geometry []mig.Count
-	// Profiles limits what is offered on demand, in mig.Compare order; empty
-	// means every profile that the GPU has.
+	// Profiles limits what is offered on demand, in mig.Compare order. Empty means every
+	// profile of the GPU.
 	Profiles []mig.Name
-	// Unproven says that it is not known yet whether a MIG GPU can be laid out like
-	// this: some drivers report placements only with MIG on, and a GPU with a fault may
-	// not be described at all. Nothing that is known speaks against it. Equal ignores
-	// it: it is about what is known, not about what is wanted.
+	// Unproven is true if it is not known yet whether a MIG GPU can have this layout: some
+	// drivers report placements only while MIG is on, and a faulty GPU may not be described at
+	// all. No known fact rules it out. Equal ignores Unproven, since it does not change what is
+	// wanted.
 	Unproven bool
-	// Line is the line of the partition file, 0 for Keep. It is for messages. Equal
-	// ignores it, because an entry that moved has not changed.
+	// Line is the entry's line in the partition file, for messages; 0 for Keep. Equal ignores
+	// it, since an entry that moved has not changed.
 	Line int
 }
 
-// Equal reports whether two wants are the same state of the same GPU.
+// Equal reports whether two wants are the same layout of the same GPU.
 func (w Want) Equal(o Want) bool {
 	return w.GPU == o.GPU && w.Mode == o.Mode && w.API == o.API && w.Replicas == o.Replicas &&
 		w.TimeSlice == o.TimeSlice && w.Compute == o.Compute && w.OnDemand == o.OnDemand &&
@@ -82,18 +79,18 @@ func (w Want) Equal(o Want) bool {
 
 // Desired is the wanted layout of a node's GPUs.
 type Desired struct {
-	// Partition is the name that was chosen.
+	// Partition is the name of the chosen partition.
 	Partition string
 	// GPUs has one element for each GPU of the inventory, in its order.
 	GPUs []Want
 }
 
-// File is a partition file that parsed. It does not change.
+// File is a parsed partition file. It does not change.
 type File struct {
 	name string
-	// line of the key that holds the partitions.
+	// line is that of the key that holds the partitions.
 	line int
-	// nvidia: written for NVIDIA's MIG manager, where the last match wins.
+	// nvidia is true if the file was written for NVIDIA's MIG manager: the last match wins.
 	nvidia     bool
 	partitions []partition
 }
@@ -108,31 +105,30 @@ type partition struct {
 type entry struct {
 	line    int
 	devices selector
-	// want has no API where the entry does not say which, on apiLine.
+	// want has no API if the entry names none. apiLine is the line of the API.
 	want    Want
 	apiLine int
-	// unbuilt is why this version cannot deliver the entry, at unbuiltLine;
-	// empty where it can.
-	unbuilt     string
-	unbuiltLine int
+	// unsupported is why this version does not support the entry, at unsupportedLine; empty if
+	// it does.
+	unsupported     string
+	unsupportedLine int
 }
 
-// selector picks GPUs. One of all, model, indices and uuids is set; filter
-// narrows the choice further where it is not empty.
+// selector selects GPUs. One of all, model, indices and uuids is set. filter, if it is not
+// empty, narrows the selection.
 type selector struct {
 	all     bool
 	model   string
 	indices []indexAt
 	uuids   []uuidAt
 	filter  []board
-	// capable narrows it to GPUs that can do MIG: what the MIG manager means by
-	// all of them in an item that turns MIG on.
+	// capable narrows the selection to GPUs that can do MIG. In an item that turns MIG on, the
+	// MIG manager's all means these.
 	capable bool
 }
 
-// board is a PCI id that a MIG manager's filter asks for, device and vendor in
-// one number, and where it says so that of the subsystem, which tells boards
-// with one device apart.
+// board is a PCI id in a MIG manager's filter. device has the device and the vendor in one
+// number. subsystem tells boards of one device apart, if the filter names it.
 type board struct {
 	device, subsystem uint32
 	exact             bool // subsystem counts
@@ -145,7 +141,7 @@ type uuidAt struct {
 	line int
 }
 
-// Names returns the file's partitions in the order in which they are written.
+// Names returns the names of the file's partitions, in their order in the file.
 func (f *File) Names() []string {
 	names := make([]string, len(f.partitions))
 	for i, p := range f.partitions {
@@ -154,19 +150,18 @@ func (f *File) Names() []string {
 	return names
 }
 
-// Node is what counts of a node beside its GPUs.
+// Node is what Desire must know of a node beside its GPUs.
 type Node struct {
 	// Unit is the size of a unit of GPU memory.
 	Unit gpu.MiB
-	// API is the front-end of entries that do not name one; empty is the device plugin.
+	// API is the front-end of entries that name none; empty means the device plugin.
 	API ledger.FrontEnd
-	// NoDRA is why nothing can be offered through DRA; empty where it can.
+	// NoDRA is why nothing can be offered through DRA; empty if it can.
 	NoDRA string
 }
 
-// Desire returns the wanted layout of the GPUs of inv under the named partition, on such
-// a node. The answer depends on nothing else. The error is an Errors: why the partition
-// cannot be had on this node.
+// Desire returns the wanted layout of the GPUs of inv under the named partition. It depends
+// only on its arguments. The error is an Errors: why the node cannot have the partition.
 func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, error) {
 	m := &mistakes{file: f.name}
 	p := f.find(partition)
@@ -177,7 +172,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 	f.checkPresent(m, p, inv)
 
 	cannot := byLine{}
-	makes, names := make(map[int]*made), &offers{}
+	makes, names := make(map[int]*entryDevices), &offers{}
 	var unmatched []int
 	d := Desired{Partition: partition, GPUs: make([]Want, 0, len(inv.GPUs))}
 	for i := range inv.GPUs {
@@ -200,7 +195,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 		case match >= 0:
 			e := &p.entries[match]
 			w = e.want
-			cannot.add(e.unbuiltLine, e.unbuilt, dev.Index)
+			cannot.add(e.unsupportedLine, e.unsupported, dev.Index)
 			reason := ""
 			w.Unproven, reason = prove(&w, dev)
 			cannot.add(e.line, reason, dev.Index)
@@ -241,7 +236,7 @@ func (f *File) find(name string) *partition {
 	return nil
 }
 
-// checkPresent names every index and UUID that the node lacks.
+// checkPresent refuses each index and UUID that the node lacks.
 func (f *File) checkPresent(m *mistakes, p *partition, inv *gpu.Inventory) {
 	for i := range p.entries {
 		s := &p.entries[i].devices
@@ -268,7 +263,7 @@ func (s *selector) matches(d *gpu.Device) bool {
 	case s.all:
 		return true
 	case s.model != "":
-		ok, _ := path.Match(s.model, d.Model) // the pattern was tried when it was parsed
+		ok, _ := path.Match(s.model, d.Model) // Parse has checked the pattern
 		return ok
 	default:
 		return slices.ContainsFunc(s.indices, func(x indexAt) bool { return x.index == d.Index }) ||
@@ -276,8 +271,7 @@ func (s *selector) matches(d *gpu.Device) bool {
 	}
 }
 
-// admits reports whether a GPU is one of those that a MIG manager's item is for, apart
-// from devices.
+// admits reports whether a MIG manager's item is meant for a GPU, apart from devices.
 func (s *selector) admits(d *gpu.Device) bool {
 	if s.capable && !d.MIG.Capable && d.Fault == "" {
 		return false
@@ -296,7 +290,7 @@ func (s *selector) admits(d *gpu.Device) bool {
 	})
 }
 
-// pciID reads a PCI id such as 0x20B210DE.
+// pciID parses a PCI id such as 0x20B210DE.
 func pciID(s string) (uint32, error) {
 	id, err := strconv.ParseUint(s, 0, 32)
 	return uint32(id), err

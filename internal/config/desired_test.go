@@ -124,30 +124,30 @@ func TestDesireRefuses(t *testing.T) {
 		{"MIG where there is none", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
 			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
 		{"MPS", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", node("x"), []string{
-			"f:6: GPU 0: compute mps is not built yet in this version; timeslice works"}},
+			"f:6: GPU 0: compute mps is not supported in this version yet; timeslice works"}},
 		{"several", "default", head + "    - {devices: [0, 7], mode: mig}\n    - {devices: [0], mode: whole}\n", node("x", "x"), []string{
 			"f:3: partition \"default\" has no entry for GPU 1 of this node: exactly one must match each GPU",
 			"f:4: this node has no GPU with index 7: it has GPUs 0 and 1",
 			"f:4: GPU 0: this model has no MIG: whole, shared and off work",
 			"f:5: GPU 0: the entry on line 4 matches too, and exactly one must match each GPU"}},
 		{"parts of instances through DRA", "default", head + "    - devices: [0]\n      mode: mig\n      api: dra\n      geometry: {1c.3g.40gb: 1, 1g.10gb: 1, 2c.3g.40gb: 1}\n" + rest, cards(t, "a100-80"), []string{
-			"f:6: GPU 0: api dra cannot express parts of a GPU instance (1c.3g.40gb and 2c.3g.40gb), which the counters of a ResourceSlice do not know: name GPU instances, or use api device-plugin"}},
+			"f:6: GPU 0: api dra cannot offer parts of a GPU instance (1c.3g.40gb and 2c.3g.40gb), since a ResourceSlice has no counters for them: name GPU instances, or use api device-plugin"}},
 		{"dynamic through the device plugin", "default", head + "    - devices: [0]\n      mode: dynamic\n      api: device-plugin\n" + rest, cards(t, "a100-80"), []string{
-			"f:6: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"}},
+			"f:6: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: the scheduler must know which layouts exclude each other, and the device plugin cannot tell it"}},
 		{"dynamic, and no api is said", "default", head + "    - {devices: [0], mode: dynamic}\n" + rest, cards(t, "a100-80"), []string{
-			"f:4: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: what a GPU can be at one time is told to the scheduler, and the device plugin has no way to tell it"}},
+			"f:4: GPU 0: mode dynamic needs api dra, and this entry has api device-plugin: the scheduler must know which layouts exclude each other, and the device plugin cannot tell it"}},
 		{"dynamic without MIG", "default", head + "    - {devices: all, mode: dynamic, api: dra}\n", node("x", "x"), []string{
 			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
 		{"dynamic with a profile that is none of this GPU's", "default", head + "    - {devices: [0], mode: dynamic, api: dra, profiles: [1g.10gb, 1g.6gb]}\n" + rest, cards(t, "a100-80"), []string{
 			"f:4: GPU 0: there is no profile 1g.6gb: there are 1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb and 7g.80gb"}},
 		{"dynamic and whole through both", "default", head + "    - {devices: [0], mode: whole}\n    - {devices: [1], mode: dynamic, api: dra, profiles: [1g.10gb]}\n" + rest2, cards(t, "a100-80"), []string{
-			"f:5: gpu would be offered through device-plugin (GPU 0) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu the same api"}},
+			"f:5: gpu would be offered through device-plugin (GPU 0) and through dra (GPU 1), and on one node the scheduler sees a name through one only: give all GPUs that offer gpu the same api"}},
 		{"whole GPUs through both", "default", head + "    - {devices: [0, 2], mode: whole}\n    - devices: [1]\n      mode: whole\n      api: dra\n", node("x", "x", "x"), []string{
-			"f:7: gpu would be offered through device-plugin (GPUs 0 and 2) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu the same api"}},
+			"f:7: gpu would be offered through device-plugin (GPUs 0 and 2) and through dra (GPU 1), and on one node the scheduler sees a name through one only: give all GPUs that offer gpu the same api"}},
 		{"replicas through both", "default", head + "    - {devices: [0], mode: shared, replicas: 2, api: dra}\n    - {devices: [1], mode: shared, replicas: 8}\n", node("x", "x"), []string{
-			"f:4: gpu.shared would be offered through device-plugin (GPU 1) and through dra (GPU 0), and of one node the scheduler sees a name only through one: give all GPUs that offer gpu.shared the same api"}},
+			"f:4: gpu.shared would be offered through device-plugin (GPU 1) and through dra (GPU 0), and on one node the scheduler sees a name through one only: give all GPUs that offer gpu.shared the same api"}},
 		{"a profile on demand through both", "default", head + "    - {devices: [0], mode: mig, geometry: {1g.10gb: 1}}\n    - {devices: [1], mode: mig, profiles: [1g.10gb, 2g.20gb], api: dra}\n" + rest2, cards(t, "a100-80"), []string{
-			"f:5: mig-1g.10gb would be offered through device-plugin (GPU 0) and through dra (GPU 1), and of one node the scheduler sees a name only through one: give all GPUs that offer mig-1g.10gb the same api"}},
+			"f:5: mig-1g.10gb would be offered through device-plugin (GPU 0) and through dra (GPU 1), and on one node the scheduler sees a name through one only: give all GPUs that offer mig-1g.10gb the same api"}},
 		{"an index of the MIG manager", "custom", migHead + "  - {devices: [0, 9], mig-enabled: false}\n", node("x"), []string{
 			"f:4: this node has no GPU with index 9: it has GPU 0"}},
 	} {
@@ -213,13 +213,13 @@ func TestNothingToOfferIsRefused(t *testing.T) {
 		{"a unit that is larger than any GPU", "mode: shared", cards(t, "h100-80"), 100 * gib, "set --memory-unit to 65536 MiB or less"},
 		{"a unit that fits just so", "mode: shared", memory(15360, 443), 14917, ""},
 		{"replicas need no unit", "mode: shared, replicas: 4", memory(15360, 443), 16 * gib, ""},
-		{"a GPU without a figure", "mode: shared", memory(0, 0), gib, "the driver tells no memory that programs can have; give it replicas, or the mode whole"},
+		{"a GPU without a figure", "mode: shared", memory(0, 0), gib, "the driver reports no memory for programs; give it replicas, or the mode whole"},
 		{"a GPU that cannot be described", "mode: shared", broken, gib, ""},
 		{"dynamic, with a unit that is larger than the GPU", "mode: dynamic, api: dra", onlyFirst, 100 * gib, "it would offer no unit of memory"},
-		{"no profile is understood", "mode: mig", unread, gib, `f:4: GPU 0: none of its MIG profiles is understood, so nothing could be offered: whole, shared and off work; leave out profile "huge": `},
-		{"dynamic, and no profile is understood", "mode: dynamic, api: dra", unread, gib, "none of its MIG profiles is understood"},
+		{"no profile is understood", "mode: mig", unread, gib, `f:4: GPU 0: this version knows none of its MIG profiles, so nothing could be offered: whole, shared and off work; leave out profile "huge": `},
+		{"dynamic, and no profile is understood", "mode: dynamic, api: dra", unread, gib, "this version knows none of its MIG profiles"},
 		{"no placement is told in MIG mode", "mode: mig, profiles: [1g.10gb, 3g.40gb]", untold(true), gib,
-			"f:4: GPU 0: it would offer nothing: the driver tells no place for 1g.10gb and 3g.40gb, although MIG is on"},
+			"f:4: GPU 0: it would offer nothing: the driver reports no placement for 1g.10gb and 3g.40gb, although MIG is on"},
 		{"no placement is told before that", "mode: mig", untold(false), gib, ""},
 		{"no placement makes sense", "mode: mig, profiles: [1g.10gb]", odd(func(m *gpu.MIG) {
 			m.Profiles[0].Placements = []gpu.Placement{{Start: -1, Size: 1}}
@@ -247,9 +247,9 @@ func TestAPI(t *testing.T) {
 	}{
 		{"default", Node{}, "dra device-plugin device-plugin -"},
 		{"default", Node{API: ledger.DRA}, "dra dra device-plugin -"},
-		{"default", Node{NoDRA: "there is none"}, "f:4: GPU 0: api dra cannot be had: there is none"},
+		{"default", Node{NoDRA: "there is none"}, "f:4: GPU 0: api dra is not available: there is none"},
 		{"free", Node{NoDRA: "there is none"}, "device-plugin device-plugin device-plugin device-plugin"},
-		{"free", Node{API: ledger.DRA, NoDRA: "there is none"}, "f:9: GPUs 0-3: api dra cannot be had: there is none"},
+		{"free", Node{API: ledger.DRA, NoDRA: "there is none"}, "f:9: GPUs 0-3: api dra is not available: there is none"},
 	} {
 		c.on.Unit = 1024
 		d, err := f.Desire(c.partition, inv, c.on)
@@ -285,7 +285,7 @@ func TestAPIOfMIGManagersFile(t *testing.T) {
 	if d, err := f.Desire("plain", inv, Node{API: ledger.DRA}); err != nil || d.GPUs[7].API != ledger.DRA {
 		t.Errorf("%+v, %v", d, err)
 	}
-	const want = "f:4: GPUs 0-7: api dra cannot express parts of a GPU instance (1c.3g.40gb)"
+	const want = "f:4: GPUs 0-7: api dra cannot offer parts of a GPU instance (1c.3g.40gb)"
 	if _, err := f.Desire("custom", inv, Node{API: ledger.DRA}); err == nil || !strings.HasPrefix(err.Error(), want) {
 		t.Errorf("%v, want %s", err, want)
 	}
@@ -301,7 +301,7 @@ func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
 	inv.GPUs[0].UUID = "GPU-00000000-0000-0000-0000-000000000000"
 	inv.GPUs[1].UUID = "GPU-00000000-0000-0000-0000-000000000001"
 	refused := map[string]string{
-		"served-by-mps": "f:34: GPUs 0-3: compute mps is not built yet in this version; timeslice works",
+		"served-by-mps": "f:34: GPUs 0-3: compute mps is not supported in this version yet; timeslice works",
 	}
 	for _, name := range f.Names() {
 		_, err := f.Desire(name, inv, Node{Unit: 1024})

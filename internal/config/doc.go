@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package config turns what an operator wrote into the wanted layout of every GPU of a
-// node: [Parse] reads a partition file, [File.Desire] applies one of its partitions to a
-// node's inventory.
+// Package config turns what an operator wrote into the wanted layout of each GPU of a node.
+// [Parse] reads a partition file, and [File.Desire] applies one of its partitions to a node's
+// inventory.
 //
-// A file holds named partitions; one of them is chosen for a node. A partition
-// is a list of entries, each of which selects GPUs and says how to lay them out:
+// A file holds named partitions; one of them is chosen for a node. A partition is a list of
+// entries. Each entry selects GPUs and gives their layout:
 //
 //	version: v1
 //	partitions:
@@ -28,80 +28,68 @@
 //
 // # Strict decoding
 //
-// A mistyped key that is silently skipped would lay out a GPU in an unwanted way, so
-// decoding is strict: unknown and repeated keys, wrong types,
-// `replicas: 0` and keys that the mode does not have are mistakes. They are reported
-// together, in line order, as `file:line: reason`: the first 20, in less than 4 KiB,
-// and how many more there are. So are files that are not YAML. YAML aliases and merge
-// keys work, up to a size that no sensible file reaches.
+// If a mistyped key were skipped, a GPU would get an unwanted layout. So decoding is strict:
+// unknown and repeated keys, wrong types, `replicas: 0` and keys of another mode are mistakes,
+// and so is a file that is not YAML. Mistakes are reported together, in line order, as
+// `file:line: reason`: the first 20, in less than 4 KiB, and the number of the others. YAML
+// aliases and merge keys work, up to a size that no sensible file reaches.
 //
-// What can be known from the file alone is checked when it is parsed. What
-// depends on the node is checked when a partition is chosen for it:
+// Parse checks what the file alone can show. Desire checks what depends on the node:
 //
-//   - exactly one entry must match each GPU; the error names both lines, or the
-//     GPU that none matches. (A GPU that the driver cannot describe at the
-//     moment is left as it is when no entry matches it: a card that died must
-//     not stop the others from being configured.)
-//   - an index or a UUID that the node lacks is a mistake;
-//   - so is a GPU that would offer nothing although it is to offer something: one that is
-//     smaller than a unit of memory, or of whose MIG profiles none is understood or has a
-//     place;
-//   - so is a partition that makes more devices of the node than the kubelet can be
-//     told of (30,000, of all GPUs and resources together); the error names the entry
-//     that makes the most;
-//   - so is what DRA cannot have (compute-instance splits, a node without an API server),
-//     and one resource name through both APIs on one node, of which the scheduler would
-//     see only the device plugin's;
-//   - a model pattern that matches nothing here is no mistake, so that one file can
-//     serve a fleet. Patterns are those of [path.Match].
+//   - Exactly one entry must match each GPU. The error names both lines, or the GPU that has no
+//     entry. A GPU that the driver cannot describe at the moment may go without: it is left as
+//     it is, since one dead card must not stop the others from being configured.
+//   - An index or a UUID that the node lacks is a mistake.
+//   - So is a GPU that is to offer something and has nothing to offer: it is smaller than a unit of
+//     memory, or it has no MIG profile that is known and has a place.
+//   - So is a partition with more devices than the kubelet can be told of (30,000 for a node). The
+//     error names the entry with the most.
+//   - So is anything that DRA cannot do: compute-instance splits, or a node without an API server.
+//   - So is one resource name through both APIs on one node: the scheduler would see only the
+//     device plugin's.
+//   - A model pattern that matches nothing is no mistake, so that one file can serve a fleet.
+//     Patterns are those of [path.Match].
 //
-// What this version does not support yet (compute mps) is refused in the same
-// second step, by name and line, and only if it would apply to one of the node's
-// GPUs: its syntax is checked with the rest of the file, and the other partitions
-// of the file stay usable.
+// Desire also refuses what this version does not support yet (compute mps), by name and line, and
+// only if it would apply to one of the node's GPUs. Parse checks its syntax with the rest of
+// the file, and the file's other partitions stay usable.
 //
 // # MIG is checked before anything is changed
 //
-// An entry with mode mig says one of three things: a geometry, which is then
-// exactly what exists; `geometry: {}`, which is MIG on and no instance; or no
-// geometry at all, which is on demand, of all profiles or of those listed. Counts
-// are of what containers get: of a split such as 1c.3g.40gb they are of compute
-// instances, and GPU instances are filled in turn.
+// An entry with mode mig is one of three. With a geometry, exactly its instances exist. With
+// `geometry: {}` MIG is on without instances. With no geometry, instances are made on demand, of
+// all profiles or of those listed. Counts are of the instances that containers get: for a split
+// such as 1c.3g.40gb these are compute instances, and GPU instances are filled in turn.
 //
-// Before a geometry is accepted, pkg/mig searches whether each GPU can have it, by what
-// its driver says. One message for the entry names the GPUs
-// and the reason:
+// Before a geometry is accepted, pkg/mig searches whether each GPU can have it, from its driver's
+// figures. The entry gets one message, with the GPUs and the reason:
 //
 //	gpus.yaml:7: GPUs 0 and 1: 8x1g.10gb: at most 7 of 1g.10gb can exist on this GPU
 //
-// A GPU that cannot do MIG, or whose driver does not tell its profiles, is
-// refused too. Some drivers report placements only while MIG is on: there the
-// geometry is accepted, marked as [Want.Unproven], and [File.Prove] refuses what is not
-// proven.
+// A GPU that cannot do MIG, or whose driver reports no profiles, is refused too. Some drivers
+// report placements only while MIG is on. The geometry is then accepted and marked as
+// [Want.Unproven]; [File.Prove] refuses it.
 //
 // # NVIDIA MIG manager's files
 //
-// A file whose key is `mig-configs` instead of `partitions` is one written for
-// NVIDIA's MIG manager and is read as such: each of its configs is a partition,
-// whose name is the value that its node label had.
+// A file with the key `mig-configs` in place of `partitions` was written for NVIDIA's MIG manager,
+// and is read as that. Each of its configs is a partition. Its name is the value that the MIG
+// manager's node label had.
 //
-//   - Several items may match one GPU: they apply in order and the last one wins;
-//     what it replaces need not fit. A GPU that none matches is left as it is
-//     ([Keep]).
-//   - `devices: all` of an item with `mig-enabled: true` is all GPUs that can do
-//     MIG; the others are as if the item were not there. An index names its GPU
-//     whether or not it can do MIG, and counts all GPUs of the node.
-//   - A device-filter is one PCI id or a list, each with the subsystem's id behind
-//     a colon where boards of one device differ. An index that the node lacks is a
-//     mistake unless the filter says that the item is not meant for this node.
-//   - `mig-enabled: false` means whole. `mig-devices: {}` is MIG on with no
-//     instance; absent or null it is a mistake where MIG is on. A count of zero
-//     beside others is none.
+//   - Several items may match one GPU. They apply in order, and the last one wins; what it replaces
+//     need not fit. A GPU that no item matches is left as it is ([Keep]).
+//   - `devices: all` with `mig-enabled: true` means all GPUs that can do MIG; the item does not
+//     apply to others. An index counts all GPUs, whether they can do MIG or not.
+//   - A device-filter is one PCI id or a list. Each may have the subsystem's id after a colon, if
+//     boards of one device differ. An index that the node lacks is a mistake, unless the filter
+//     excludes all GPUs of the node.
+//   - `mig-enabled: false` means whole. `mig-devices: {}` is MIG on with no instance; absent or
+//     null it is a mistake if MIG is on. A count of zero beside others means none.
 //
-// tests/peers lets NVIDIA's tool apply every example of its documentation, and compares
-// the result with what this package makes of them.
+// tests/peers lets NVIDIA's tool apply each example of its documentation, and compares the result.
 //
-// The package reads bytes and values. It does not know where a file came from, what
-// time it is, which geometries a card can have beyond what its driver says, and what is
-// running on it.
+// # Limits
+//
+// The package reads bytes and values. It does not know where a file came from, what time it is,
+// what runs on a card, or which geometries it can have beyond what its driver says.
 package config

@@ -16,31 +16,30 @@ import (
 
 // Error is one mistake in a partition file.
 type Error struct {
-	// File is the name that was given to Parse.
+	// File is the name that Parse was given.
 	File string
-	// Line counts from 1 and lies within the file. A mistake of the whole file
-	// is on line 1.
+	// Line counts from 1 and is within the file. A mistake of the whole file is on line 1.
 	Line int
-	// Msg is one line of text: what is wrong and what would be right.
+	// Msg is what is wrong and what would be right, on one line.
 	Msg string
 }
 
 func (e *Error) Error() string { return fmt.Sprintf("%s:%d: %s", e.File, e.Line, e.Msg) }
 
-// Limits of what is told of one file. A file of a megabyte has room for some 300,000
-// mistakes, and its author mends the first ones first.
+// Limits of a file's messages. A file of a megabyte has room for some 300,000 mistakes, and its
+// author mends the first ones first.
 const (
 	maxMistakes = 20
-	// maxText leaves room below brief.Text for what others add to the reason.
+	// maxText leaves room below brief.Text for what callers add to the reason.
 	maxText = brief.Text - 256
 	maxMsg  = 1 << 10
-	// maxNames is how many names one sentence lists.
+	// maxNames is how many names a sentence lists.
 	maxNames = 20
 )
 
-// Errors is what is wrong with a file or a partition, in line order, without
-// repetitions: at most 20 mistakes, and where there are more, one last element that
-// counts them. It prints one mistake a line, in less than 4 KiB.
+// Errors are the mistakes in a file or a partition, in line order, each once. There are at most
+// 20, and if there are more, one last element with the number of the others. It prints one
+// mistake on a line, in less than 4 KiB.
 type Errors []*Error
 
 func (e Errors) Error() string {
@@ -51,25 +50,23 @@ func (e Errors) Error() string {
 	return brief.Cut(strings.Join(lines, "\n"), maxText)
 }
 
-// mistakes collects errors of one file: the first ones in line order, and how many
-// others there are.
+// mistakes collects the mistakes of one file: the first ones in line order, and the number of
+// the others.
 type mistakes struct {
 	file string
-	// lines is how many the file has, 0 where that is not known. YAML finds
-	// the value that a last line lacks on the line after it.
+	// lines is the number of the file's lines, 0 if it is not known. If the last line lacks a
+	// value, YAML reports the line after it.
 	lines int
 	errs  Errors // in line order
-	// more is how many there are beside errs, the first of them on line next.
+	// more is how many mistakes are not in errs. The first of them is on line next.
 	more, next int
-	// seen tells what was found before by its hash: the texts would take a hundred
-	// megabytes.
+	// seen has the hashes of all mistakes so far: the texts would take a hundred megabytes.
 	seen map[uint64]bool
 }
 
 var seed = maphash.MakeSeed()
 
-// add notes a mistake. One behind a YAML anchor is found once for each alias; it is
-// noted once.
+// add adds a mistake, once. A mistake behind a YAML anchor is found once for each alias.
 func (m *mistakes) add(line int, format string, args ...any) {
 	if m.lines > 0 {
 		line = min(line, m.lines)
@@ -101,12 +98,12 @@ func (m *mistakes) dropLast() {
 	m.errs = m.errs[:last]
 }
 
-// at is add for the line of a node.
+// at adds a mistake on the line of a node.
 func (m *mistakes) at(n *yaml.Node, format string, args ...any) {
 	m.add(n.Line, format, args...)
 }
 
-// err returns nil, not an empty Errors, where nothing is wrong.
+// err returns the mistakes as Errors, or nil if there are none.
 func (m *mistakes) err() error {
 	if len(m.errs) == 0 {
 		return nil
@@ -127,11 +124,11 @@ func (m *mistakes) err() error {
 	return out
 }
 
-// quote shows text from the file in a message: printable, on one line, and no
-// longer than a person reads.
+// quote quotes text from the file for a message: printable, on one line, and cut off after 60
+// characters.
 func quote(s string) string {
 	n := 0
-	for i := range s { // a long text is not looked at to its end
+	for i := range s { // do not look at all of a long text
 		if n++; n > 60 {
 			s = s[:i] + "…"
 			break
@@ -140,7 +137,7 @@ func quote(s string) string {
 	return strconv.Quote(s)
 }
 
-// list joins names for a sentence: "a, b or c". Of many it counts most.
+// list joins names for a sentence: "a, b or c". If there are many, it only counts the rest.
 func list(names []string, conj string) string {
 	switch n := len(names); {
 	case n == 0:
@@ -154,7 +151,7 @@ func list(names []string, conj string) string {
 	}
 }
 
-// nearest returns the known word that a person most likely meant by s, or "".
+// nearest returns the known word that was most likely meant by s, or "".
 func nearest(s string, known []string) string {
 	best, dist := "", 3
 	if len(s) > 40 {
@@ -169,8 +166,8 @@ func nearest(s string, known []string) string {
 	return best
 }
 
-// distance is the number of letters to insert, delete or replace between two
-// words, after Levenshtein.
+// distance returns the number of letters to insert, delete or replace between two words, after
+// Levenshtein.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {

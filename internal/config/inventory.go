@@ -14,13 +14,12 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// ReadInventory reads what `gpu-agent inventory -o json` prints, or a shorter
-// document that a person wrote: of each GPU only index, uuid, memoryMiB and mig
-// are required, of each MIG instance profile, start and size, of each profile
-// name and of each placement start and size. Keys that it does not know are
-// skipped, since a newer agent says more. The GPUs come back in index order.
+// ReadInventory reads the output of `gpu-agent inventory -o json`, or a shorter document that a
+// person wrote. Required are: index, uuid, memoryMiB and mig of each GPU; profile, start and
+// size of each MIG instance; name of each profile; start and size of each placement. Unknown
+// keys are skipped, since a newer agent writes more. The GPUs come back in index order.
 //
-// The error names all that is missing or impossible, one a line.
+// The error lists all that is missing or impossible, one fact a line.
 func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	dec := json.NewDecoder(bytes.NewReader(data))
 	inv := new(gpu.Inventory)
@@ -34,8 +33,8 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	if err != nil {
 		return nil, jsonError(data, err)
 	}
-	// encoding/json takes a missing key for zero and one in other letters for
-	// the key itself; both would be mistaken for facts.
+	// encoding/json reads a missing key as zero, and accepts a key in other letter case. Both
+	// would be mistaken for facts.
 	var raw struct {
 		GPUs []object `json:"gpus"`
 	}
@@ -60,7 +59,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 			bad("index %d is that of gpus[%d], too", d.Index, j)
 		}
 		indices[d.Index] = i
-		// A GPU that fell off the bus has neither memory nor, at times, a name.
+		// A GPU that fell off the bus has no memory, and sometimes no name.
 		if has && d.UUID == "" && d.Fault == "" {
 			bad("uuid is empty")
 		}
@@ -69,11 +68,11 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 		}
 		uuids[d.UUID] = i
 		if d.Reserved > d.Memory {
-			bad("reservedMiB is %d of %d", d.Reserved, d.Memory)
+			bad("reservedMiB %d is more than memoryMiB %d", d.Reserved, d.Memory)
 		}
 		m, _ := at(raw.GPUs, i)["mig"].(object)
 		checkMIG(bad, &d.MIG, m)
-		// A person leaves out what follows from the rest.
+		// A person may leave out what follows from the rest.
 		d.MIG.Capable = d.MIG.Capable || d.MIG.Enabled || len(d.MIG.Profiles) > 0
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -83,7 +82,7 @@ func ReadInventory(data []byte) (*gpu.Inventory, error) {
 	return inv, nil
 }
 
-// object is a JSON object as it is written.
+// object is a JSON object as it was written.
 type object = map[string]any
 
 func checkMIG(bad func(string, ...any), m *gpu.MIG, raw object) {
@@ -120,8 +119,8 @@ func checkPlacement(bad func(string, ...any), where string, p gpu.Placement, has
 	}
 }
 
-// at is list[i]. A key given twice can leave the two readings of a document with
-// lists of different lengths.
+// at returns list[i], or the zero value beyond its end. If a key is given twice, the two
+// readings of the document can have lists of different lengths.
 func at[T any](list []T, i int) (none T) {
 	if i < len(list) {
 		return list[i]
@@ -129,8 +128,8 @@ func at[T any](list []T, i int) (none T) {
 	return none
 }
 
-// require reports the keys that an object lacks, or has as null, and whether it has
-// all of them.
+// require adds a fault for each key that an object lacks, or has as null. It returns whether
+// the object has all of them.
 func require(bad func(string, ...any), where string, raw any, keys ...string) (all bool) {
 	o, _ := raw.(object)
 	all = true

@@ -133,7 +133,7 @@ func TestReadInventoryRefuses(t *testing.T) {
 		{"impossible figures", `{"gpus": [{"index": -1, "uuid": "", "memoryMiB": 0, "reservedMiB": 4, "mig": {}}]}`, []string{
 			"read inventory: gpus[0]: index is negative: -1",
 			"read inventory: gpus[0]: uuid is empty",
-			"read inventory: gpus[0]: reservedMiB is 4 of 0"}},
+			"read inventory: gpus[0]: reservedMiB 4 is more than memoryMiB 0"}},
 		{"half an instance", `{"gpus": [{"index": 0, "uuid": "GPU-0", "memoryMiB": 1, "mig": {"enabled": true, "instances": [{"start": -1}]}}]}`, []string{
 			"read inventory: gpus[0]: mig.instances[0]: profile is missing",
 			"read inventory: gpus[0]: mig.instances[0]: size is missing",

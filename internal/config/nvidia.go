@@ -10,11 +10,10 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// item reads one item of a config of NVIDIA's MIG manager: which GPUs, MIG on
-// or off, and which instances. It accepts what the MIG manager accepts, but for
-// slips that are silent there: a list of devices that repeats an index or has a
-// negative one, a filter that is no PCI id and so fits no GPU, a mig-enabled
-// without a value, and one profile in two spellings.
+// item reads one item of a config of NVIDIA's MIG manager: which GPUs, MIG on or off, and which
+// instances. It accepts what the MIG manager accepts, except for some faults that the MIG
+// manager ignores: a list of devices with a repeated or negative index, a filter that is no PCI
+// id and so matches no GPU, a mig-enabled without a value, and a profile in two spellings.
 func (p *parser) item(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
 	keys, ok := p.fields(n, "an item", "device-filter", "devices", "mig-enabled", "mig-devices")
@@ -88,8 +87,8 @@ func (p *parser) indices(s *selector, n *yaml.Node) {
 	}
 }
 
-// deviceFilter reads PCI ids, "0x20B210DE" or with the subsystem's (MIG manager
-// v0.15) "0x20B210DE:0x147F10DE". One or none is written without a list.
+// deviceFilter reads PCI ids: "0x20B210DE", or with the subsystem's (MIG manager v0.15)
+// "0x20B210DE:0x147F10DE". A single id, or none, needs no list.
 func (p *parser) deviceFilter(n *yaml.Node) []board {
 	nodes := []*yaml.Node{n}
 	if n.Kind == yaml.SequenceNode {

@@ -16,15 +16,14 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// Version is the only version of the schema so far, ours and NVIDIA's.
+// Version is the only version of the schema so far. Ours and NVIDIA's have the same.
 const Version = "v1"
 
-// maxLabel is how long the value of a Kubernetes label may be.
+// maxLabel is how many characters the value of a Kubernetes label may have.
 const maxLabel = 63
 
-// Parse reads a partition file, or one written for NVIDIA's MIG manager. The
-// name stands in the messages. The error is an Errors with all mistakes found;
-// there is no File then.
+// Parse reads a partition file, or one written for NVIDIA's MIG manager. Messages begin with
+// name. The error is an Errors with all mistakes found; the File is then nil.
 func Parse(name string, data []byte) (*File, error) {
 	p := &parser{mistakes{file: name}}
 	f := &File{name: name, line: 1}
@@ -47,7 +46,7 @@ func (p *parser) file(f *File, root *yaml.Node) {
 	)
 	if isManifest(root) {
 		p.at(root,
-			"this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml")
+			"this is a Kubernetes manifest: a partition file is the content of its data's key config.yaml")
 		return
 	}
 	keys, ok := p.fields(root, "a partition file", version, ours, theirs)
@@ -57,7 +56,7 @@ func (p *parser) file(f *File, root *yaml.Node) {
 	if v, ok := keys[version]; !ok {
 		p.at(root, "the version is missing: this program knows `version: %s`", Version)
 	} else if v.Kind != yaml.ScalarNode || v.Value != Version {
-		// Another version may mean anything: what else seems wrong is noise.
+		// In another version anything may differ: further mistakes would be noise.
 		p.at(v, "the version is %s: this program knows %s", kind(v), Version)
 		return
 	}
@@ -72,11 +71,11 @@ func (p *parser) file(f *File, root *yaml.Node) {
 		f.nvidia = true
 		p.partitions(f, t, "mig-configs", p.item)
 	default:
-		p.at(root, "the file has no partitions: they stand under `%s:`", ours)
+		p.at(root, "the file has no partitions: they belong under `%s:`", ours)
 	}
 }
 
-// isManifest recognises a ConfigMap given in place of what is in it.
+// isManifest reports whether the file is a whole ConfigMap instead of its content.
 func isManifest(root *yaml.Node) bool {
 	if root.Kind != yaml.MappingNode {
 		return false
@@ -113,9 +112,9 @@ func (p *parser) partitions(f *File, n *yaml.Node, what string, read func(*yaml.
 	}
 }
 
-// badLabel says why a name cannot be the value of a label. The MIG manager's
-// names are not held to it: a file that it accepts is accepted, and a name that
-// is no label is never chosen.
+// badLabel returns why a name cannot be the value of a label; empty if it can. The names in a
+// MIG manager's file need not be labels: such a file is accepted as the MIG manager accepts it,
+// and a name that is no label is never chosen.
 func badLabel(s string) string {
 	alnum := func(c byte) bool {
 		return c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9'
@@ -159,12 +158,12 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if a, ok := keys["api"]; ok {
 		e.want.API, _ = choice(&p.mistakes, a, "api", ledger.DevicePlugin, ledger.DRA)
 		if e.apiLine = a.Line; known && e.want.Mode == Off {
-			p.at(a, "api says through what a GPU is offered: this entry is %s", Off)
+			p.at(a, "api is for a GPU that is offered: this entry is %s", Off)
 		}
 	}
 
-	// Keys are read whatever the mode is, so that their own mistakes are found
-	// in the same run as that of being in the wrong place.
+	// Keys are read in every mode, so that a key in the wrong place is also checked for its own
+	// mistakes.
 	if e.want.Mode == Shared {
 		e.want.TimeSlice, e.want.Compute = gpu.TimeSliceDefault, ComputeTimeSlice
 	}
@@ -178,7 +177,8 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
 		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
 		if e.want.Compute == ComputeMPS {
-			e.unbuilt, e.unbuiltLine = "compute mps is not built yet in this version; timeslice works", c.Line
+			e.unsupported = "compute mps is not supported in this version yet; timeslice works"
+			e.unsupportedLine = c.Line
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -195,8 +195,7 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	return e, true
 }
 
-// only returns a key's value, and says so where the key belongs to other modes than
-// the entry's.
+// only returns a key's value. It adds a mistake if the key does not belong to the entry's mode.
 func (p *parser) only(keys map[string]*yaml.Node, key string, mode Mode, known bool, of ...Mode) (*yaml.Node, bool) {
 	n, ok := keys[key]
 	if ok && known && !slices.Contains(of, mode) {
@@ -224,7 +223,7 @@ func (p *parser) devices(s *selector, n *yaml.Node) {
 		if s.model == "" {
 			p.at(m, "model is an empty pattern, which matches no GPU")
 		} else if _, err := path.Match(s.model, ""); err != nil {
-			p.at(m, "model %s is not a pattern: a [ is not closed, or a \\ stands at the end", quote(s.model))
+			p.at(m, "model %s is not a pattern: a [ is not closed, or a \\ is at the end", quote(s.model))
 		}
 	case n.Kind == yaml.SequenceNode:
 		p.deviceList(s, n)
@@ -235,16 +234,16 @@ func (p *parser) devices(s *selector, n *yaml.Node) {
 	}
 }
 
-// Why lists are no longer.
+// Reasons for the bounds of lists.
 const (
 	noSuchNode = "no node has so many GPUs: name those of a node, or all"
 	noSuchGPU  = "no GPU has so many MIG profiles: name those of a model"
 )
 
-// deviceList reads indices or UUIDs. A list that mixes them could name one GPU
-// twice without anybody seeing it, so it holds one kind.
+// deviceList reads indexes or UUIDs. A list of both is refused, since it could name one GPU
+// twice unnoticed.
 func (p *parser) deviceList(s *selector, n *yaml.Node) {
-	nodes, _ := p.few(n, "devices", mostGPUs, noSuchNode)
+	nodes, _ := p.itemsUpTo(n, "devices", mostGPUs, noSuchNode)
 	indexLine, uuidLine := make(map[int]int), make(map[gpu.UUID]int)
 	for _, c := range nodes {
 		if c.Kind == yaml.ScalarNode && c.ShortTag() == "!!str" {
@@ -268,7 +267,7 @@ func (p *parser) deviceList(s *selector, n *yaml.Node) {
 	}
 }
 
-// index reads an index that the list does not have yet; lines tells where it has others.
+// index reads an index that is not in the list yet. lines has the lines of the others.
 func (p *parser) index(s *selector, n *yaml.Node, lines map[int]int) {
 	x, ok := p.number(n, "an index", 0, math.MaxInt32)
 	if !ok {
@@ -295,8 +294,8 @@ func badUUID(s string) string {
 	return ""
 }
 
-// geometry reads profiles with their counts, which must not be less than low.
-// The spelling of a name may be changed before it is read.
+// geometry reads profiles with their counts, each at least low. spell, if it is not nil,
+// changes the spelling of a name before it is parsed.
 func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string) string) []mig.Count {
 	if p.tooMany(n, what, len(n.Content)/2, mostProfiles, noSuchGPU) {
 		return nil
@@ -327,7 +326,7 @@ func (p *parser) geometry(n *yaml.Node, what string, low int, spell func(string)
 }
 
 func (p *parser) profiles(n *yaml.Node) []mig.Name {
-	nodes, _ := p.few(n, "profiles", mostProfiles, noSuchGPU)
+	nodes, _ := p.itemsUpTo(n, "profiles", mostProfiles, noSuchGPU)
 	var names []mig.Name
 	lines := make(map[mig.Name]int)
 	for _, c := range nodes {

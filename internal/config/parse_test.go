@@ -35,7 +35,7 @@ var broken = []struct {
 	{"old Mac lines", "version: v1\rpartitions:\r", []string{"f:1: the text holds a carriage return without a line feed"}},
 	{"too large", "version: v1\n" + strings.Repeat("#", 1<<20), []string{"f:1: the file has 1048588 bytes: at most 1048576 are read, which is what a ConfigMap holds"}},
 	{"two documents", head + "    - {devices: all, mode: off}\n---\nversion: v1\n", []string{"f:5: a second YAML document begins here: a partition file is one document"}},
-	{"a manifest", "apiVersion: v1\nkind: ConfigMap\ndata: {}\n", []string{"f:1: this is a Kubernetes manifest: a partition file is what stands under a key of its data, config.yaml"}},
+	{"a manifest", "apiVersion: v1\nkind: ConfigMap\ndata: {}\n", []string{"f:1: this is a Kubernetes manifest: a partition file is the content of its data's key config.yaml"}},
 
 	// YAML that does not parse: the line to change, not the one before.
 	{"a tab", "version: v1\npartitions:\n\tdefault:\n", []string{"f:3: a tab cannot indent YAML: use spaces"}},
@@ -55,22 +55,22 @@ var broken = []struct {
 	{"a directive", "%YAML 3.0\n---\nversion: v1\n", []string{"f:1: the file is not YAML: found incompatible YAML document"}},
 
 	// Aliases.
-	{"an anchor in itself", "version: v1\npartitions: &p\n  default: *p\n", []string{"f:2: the anchor \"p\" holds itself"}},
-	{"a merge of itself", "version: v1\npartitions: &p\n  <<: *p\n", []string{"f:2: the anchor \"p\" holds itself"}},
+	{"an anchor in itself", "version: v1\npartitions: &p\n  default: *p\n", []string{"f:2: the anchor \"p\" contains itself"}},
+	{"a merge of itself", "version: v1\npartitions: &p\n  <<: *p\n", []string{"f:2: the anchor \"p\" contains itself"}},
 	{"a merge of a list of words", head + "    - {<<: [all], devices: all, mode: off}\n", []string{"f:4: the merge key << takes a mapping or a list of mappings"}},
-	{"a bomb", bomb(), []string{"f:3: the aliases of this file stand for more than 10000 values: write them out"}},
+	{"a bomb", bomb(), []string{"f:3: the aliases of this file add up to more than 10000 values: write them out"}},
 	{"one mistake behind two aliases", head + "    - &e {devices: all, mode: shard}\n  other: [*e]\n", []string{"f:4: mode is whole, shared, mig, dynamic or off, not the text \"shard\""}},
 
 	// The top.
 	{"no version", "partitions:\n  a: [{devices: all, mode: off}]\n", []string{"f:1: the version is missing: this program knows `version: v1`"}},
 	{"another version", "# x\nversion: v2\npartitions: 7\n", []string{"f:2: the version is the text \"v2\": this program knows v1"}},
 	{"version as a number", "version: 1\npartitions: {}\n", []string{"f:1: the version is the number \"1\": this program knows v1"}},
-	{"no partitions", "version: v1\n", []string{"f:1: the file has no partitions: they stand under `partitions:`"}},
+	{"no partitions", "version: v1\n", []string{"f:1: the file has no partitions: they belong under `partitions:`"}},
 	{"partitions empty", "version: v1\npartitions: {}\n", []string{"f:2: partitions is empty: it needs at least one name with a list of entries"}},
 	{"partitions null", "version: v1\npartitions:\n", []string{"f:2: partitions is a mapping, not nothing"}},
 	{"both schemas", "version: v1\npartitions: {}\nmig-configs: {}\n", []string{"f:3: a file has partitions or, for NVIDIA's MIG manager, mig-configs, not both"}},
 	{"a mistyped key", "version: v1\npartition:\n  a: []\n", []string{
-		"f:1: the file has no partitions: they stand under `partitions:`",
+		"f:1: the file has no partitions: they belong under `partitions:`",
 		"f:2: unknown key \"partition\": did you mean \"partitions\"?"}},
 	{"a key of its own", head + "    - {devices: all, mode: off}\nnodes: [a]\n", []string{"f:5: unknown key \"nodes\": a partition file has version, partitions and mig-configs"}},
 	{"a key twice", "version: v1\nversion: v1\npartitions: {a: [{devices: all, mode: off}]}\n", []string{"f:2: the key \"version\" is already on line 1"}},
@@ -127,7 +127,7 @@ var broken = []struct {
 	{"a list in the list", head + "    - {devices: [[0]], mode: off}\n", []string{"f:4: an index is a whole number, not a list"}},
 	{"no model", head + "    - {devices: {}, mode: off}\n", []string{"f:4: devices has no model: {model: pattern}"}},
 	{"an empty model", head + "    - {devices: {model: ''}, mode: off}\n", []string{"f:4: model is an empty pattern, which matches no GPU"}},
-	{"a broken pattern", head + "    - {devices: {model: 'NVIDIA [AH'}, mode: off}\n", []string{"f:4: model \"NVIDIA [AH\" is not a pattern: a [ is not closed, or a \\ stands at the end"}},
+	{"a broken pattern", head + "    - {devices: {model: 'NVIDIA [AH'}, mode: off}\n", []string{"f:4: model \"NVIDIA [AH\" is not a pattern: a [ is not closed, or a \\ is at the end"}},
 	{"a mistyped model", head + "    - {devices: {modle: 'NVIDIA*'}, mode: off}\n", []string{
 		"f:4: unknown key \"modle\": did you mean \"model\"?",
 		"f:4: devices has no model: {model: pattern}"}},
@@ -153,7 +153,7 @@ var broken = []struct {
 	{"no API", head + "    - devices: all\n      mode: whole\n      api:\n", []string{"f:6: api is device-plugin or dra, not nothing"}},
 	{"a geometry that is made on demand", head + "    - {devices: all, mode: dynamic, api: dra, geometry: {1g.10gb: 1}, replicas: 2}\n", []string{
 		"f:4: replicas belongs to mode shared: this entry is dynamic", "f:4: geometry belongs to mode mig: this entry is dynamic"}},
-	{"the API of nothing", head + "    - {devices: all, mode: off, api: dra}\n", []string{"f:4: api says through what a GPU is offered: this entry is off"}},
+	{"the API of nothing", head + "    - {devices: all, mode: off, api: dra}\n", []string{"f:4: api is for a GPU that is offered: this entry is off"}},
 	{"replicas of nothing", head + "    - {devices: all, mode: off, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is off"}},
 	{"replicas of MIG", head + "    - {devices: all, mode: mig, replicas: 2}\n", []string{"f:4: replicas belongs to mode shared: this entry is mig"}},
 

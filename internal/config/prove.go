@@ -14,15 +14,15 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// noShares is why a GPU without memory of its own cannot be shared. A share of the machine's
-// memory would be given out twice, by the kubelet as well, and nothing could hold a container
-// to it: what a program allocates on the host is the GPU's to use, too.
-const noShares = "the driver tells no memory of it, as of a GPU that uses the machine's, " +
-	"so there is nothing to have a share of: %s work"
+// noShares is why a GPU without memory of its own cannot be shared. The kubelet gives out the
+// machine's memory already, so shares of it would be given out twice. And nothing could limit a
+// container to its share: the GPU can also use what a program allocates on the host.
+const noShares = "the driver reports no memory for it, as for a GPU that uses the machine's, " +
+	"so there is nothing to share: %s work"
 
-// prove checks whether a GPU can have the layout of an entry, according to its
-// driver. reason says why it cannot, as a sentence without the GPU's name; it is empty if
-// the GPU can. unproven is Want.Unproven.
+// prove checks whether a GPU can have the layout of an entry, from its driver's figures. reason
+// is why it cannot, as a sentence without the GPU's name; it is empty if the GPU can. unproven
+// is Want.Unproven.
 func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	m := &d.MIG
 	switch {
@@ -35,11 +35,11 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	case w.Mode != MIG && w.Mode != Dynamic:
 		return false, ""
 	case d.Fault != "" && len(m.Profiles) == 0:
-		return true, "" // it must not stop the others from being configured
+		return true, "" // a faulty GPU must not stop the others from being configured
 	case !m.Capable:
 		return false, "this model has no MIG: " + withoutMIG(d) + " work"
 	case len(m.Profiles) == 0:
-		return false, "the driver tells no MIG profiles, which it does from R510 on: " + withoutMIG(d) + " work"
+		return false, "the driver reports no MIG profiles, which drivers do from R510 on: " + withoutMIG(d) + " work"
 	}
 	var have []mig.Name
 	for _, p := range m.Profiles {
@@ -49,7 +49,7 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	}
 	if len(have) == 0 {
 		_, odd := mig.NewCard(m)
-		return false, "none of its MIG profiles is understood, so nothing could be offered: " + withoutMIG(d) +
+		return false, "this version knows none of its MIG profiles, so nothing could be offered: " + withoutMIG(d) +
 			" work; " + sentence(odd)
 	}
 	slices.SortFunc(have, mig.Compare)
@@ -75,7 +75,7 @@ func prove(w *Want, d *gpu.Device) (unproven bool, reason string) {
 	return !card.Known(), ""
 }
 
-// withoutMIG lists the modes of a GPU that do without MIG.
+// withoutMIG lists the modes of a GPU that need no MIG.
 func withoutMIG(d *gpu.Device) string {
 	if d.Memory == 0 && d.Fault == "" {
 		return "whole and off"
@@ -83,15 +83,15 @@ func withoutMIG(d *gpu.Device) string {
 	return "whole, shared and off"
 }
 
-// onDemand says why a GPU would offer no placement on demand; it is empty where it would
-// offer some, and where its driver tells placements only while MIG is on. card is the GPU's,
-// and odd what is left out of it.
+// onDemand returns why a GPU would offer no placement on demand. It is empty if it would offer
+// some, and if its driver reports placements only while MIG is on. card is the GPU's card, and
+// odd is the error of what had to be left out of it.
 func onDemand(w *Want, m *gpu.MIG, card *mig.Card, odd error) string {
 	wanted := func(n mig.Name) bool { return len(w.Profiles) == 0 || slices.Contains(w.Profiles, n) }
 	if slices.ContainsFunc(card.Placements(), func(p mig.Placement) bool { return wanted(p.Profile) }) {
 		return ""
 	}
-	var of []mig.Name // prove has found some
+	var of []mig.Name // never empty: prove has checked that
 	told := m.Enabled
 	for i := range m.Profiles {
 		if n, err := mig.Parse(m.Profiles[i].Name); err == nil && wanted(n) {
@@ -104,18 +104,18 @@ func onDemand(w *Want, m *gpu.MIG, card *mig.Card, odd error) string {
 	case odd != nil:
 		return "it would offer nothing: " + sentence(odd)
 	}
-	return fmt.Sprintf("it would offer nothing: the driver tells no place for %s, although MIG is on", join(of))
+	return fmt.Sprintf("it would offer nothing: the driver reports no placement for %s, although MIG is on", join(of))
 }
 
-// memoryUnits says why a GPU would offer no unit of memory, as prove does; it is empty where
-// it would, or is not to.
+// memoryUnits returns why a GPU would offer no unit of memory, in the form of prove. It is
+// empty if the GPU would offer some, or is not to offer any.
 func memoryUnits(w *Want, d *gpu.Device, unit gpu.MiB) string {
 	inUnits := w.Mode == Shared && w.Replicas == 0 || w.Mode == Dynamic
 	switch {
 	case !inUnits || unit == 0 || d.Fault != "" || timeslice.Units(d, unit) > 0:
-		return "" // what cannot be described must not stop the others from being configured
+		return "" // a faulty GPU must not stop the others from being configured
 	case d.Usable() == 0:
-		return "it would offer no unit of memory: the driver tells no memory that programs can have; " +
+		return "it would offer no unit of memory: the driver reports no memory for programs; " +
 			"give it replicas, or the mode whole"
 	}
 	return fmt.Sprintf("it would offer no unit of memory: one is %d MiB (--memory-unit), "+
@@ -124,8 +124,8 @@ func memoryUnits(w *Want, d *gpu.Device, unit gpu.MiB) string {
 		unit, d.Usable(), 1<<(bits.Len64(uint64(d.Usable()))-1))
 }
 
-// sentence is an error as a message of a partition file has it: on one line, and
-// without what kind of error it is, which is for programs.
+// sentence returns an error's text on one line, without the kinds of error, which are for
+// programs.
 func sentence(err error) string {
 	var parts []string
 	for line := range strings.Lines(err.Error()) {
@@ -154,9 +154,9 @@ func join(names []mig.Name) string {
 	return list(words, "and")
 }
 
-// Prove names the GPUs of which it is not known yet whether they can be laid out as
-// wanted. It returns nil if all are proven. The error is an Errors, with one mistake for
-// each entry.
+// Prove returns an error if it is not known of some GPUs whether they can have the wanted
+// layout. The error is an Errors with one mistake for each entry, which names the GPUs. It is
+// nil if all are proven.
 func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 	m := &mistakes{file: f.name}
 	open := byLine{}
@@ -164,10 +164,10 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 		if !w.Unproven {
 			continue
 		}
-		reason := "placements are told only while MIG is on, so nobody knows yet whether this fits: " +
+		reason := "the driver reports placements only while MIG is on, so it is not known yet whether this fits: " +
 			"turn MIG on, or take an inventory of such a GPU in MIG mode"
 		if fault := inv.GPUs[i].Fault; fault != "" {
-			reason = "it cannot be described, so nobody knows whether this fits: " + fault
+			reason = "the driver cannot describe it, so it is not known whether this fits: " + fault
 		}
 		open.add(w.Line, reason, inv.GPUs[i].Index)
 	}
@@ -175,9 +175,9 @@ func (f *File) Prove(d Desired, inv *gpu.Inventory) error {
 	return m.err()
 }
 
-// byLine is what is wrong with a partition on a node: for each line of the file
-// reasons, with the GPUs that each holds for, in the order in which they were found.
-// A node has up to 16 GPUs, and one mistake is one message.
+// byLine has the reasons against a partition on a node, by the line of the file. Each reason
+// has the GPUs that it is true for, in the order they were found. A node has up to 16 GPUs, so
+// they share one message.
 type byLine map[int][]refusal
 
 type refusal struct {
@@ -185,7 +185,7 @@ type refusal struct {
 	gpus   []int
 }
 
-// add notes a reason, unless it is empty.
+// add adds a reason, unless it is empty.
 func (b byLine) add(line int, reason string, index int) {
 	if reason == "" {
 		return
@@ -198,7 +198,7 @@ func (b byLine) add(line int, reason string, index int) {
 	b[line][at].gpus = append(b[line][at].gpus, index)
 }
 
-// tell makes one mistake of each line: "GPUs 0-3: …; GPU 4: …".
+// tell adds one mistake for each line: "GPUs 0-3: …; GPU 4: …".
 func (b byLine) tell(m *mistakes) {
 	for line, refusals := range b {
 		var parts []string

@@ -237,9 +237,9 @@ func TestProve(t *testing.T) {
 	}{
 		{"no MIG", "geometry: {}", on("no MIG"), "f:4: GPU 0: this model has no MIG: whole, shared and off work"},
 		{"no MIG, on demand", "profiles: [1g.10gb]", on("a100-80", "no MIG"), "f:4: GPU 1: this model has no MIG: whole, shared and off work"},
-		{"a driver that tells no profiles", "geometry: {}", on("old driver"), "f:4: GPU 0: the driver tells no MIG profiles, which it does from R510 on: whole, shared and off work"},
+		{"a driver that tells no profiles", "geometry: {}", on("old driver"), "f:4: GPU 0: the driver reports no MIG profiles, which drivers do from R510 on: whole, shared and off work"},
 		{"no MIG, and no memory", "geometry: {}", on("GB10"), "f:4: GPU 0: this model has no MIG: whole and off work"},
-		{"no profile that is understood", "profiles: [1g.10gb]", on("odd names"), "f:4: GPU 0: none of its MIG profiles is understood, so nothing could be offered: whole, shared and off work; " +
+		{"no profile that is understood", "profiles: [1g.10gb]", on("odd names"), "f:4: GPU 0: this version knows none of its MIG profiles, so nothing could be offered: whole, shared and off work; " +
 			`leave out profile "small": a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb; leave out profile "1x.10gb": a name is like 1g.10gb, 1g.10gb+me or 1c.3g.40gb`},
 		{"profiles without memory", "geometry: {1g.0gb: 1, 2g.0gb+gfx: 1}", on("Thor"), ""},
 		{"profiles without memory, beside each other", "geometry: {2g.0gb+gfx: 1, 3g.0gb: 1}", on("Thor"), "f:4: GPU 0: 1x2g.0gb+gfx 1x3g.0gb: they need 5 memory slices and this GPU has 3"},
@@ -252,11 +252,11 @@ func TestProve(t *testing.T) {
 			"f:4: GPUs 0 and 3: 5x1g.10gb: at most 4 of 1g.10gb can exist on this GPU; GPU 2: this model has no MIG: whole, shared and off work"},
 		{"room, and no place for it", "geometry: {2g.20gb: 3, 1g.20gb: 1, 1g.10gb: 1}", on("a100-80"), "f:4: GPU 0: 1x1g.10gb 1x1g.20gb 3x2g.20gb: they need 9 memory slices and this GPU has 8"},
 		{"placements are not told", "geometry: {1g.10gb: 7}", on("no placements"),
-			"f:4: GPU 0: placements are told only while MIG is on, so nobody knows yet whether this fits: turn MIG on, or take an inventory of such a GPU in MIG mode"},
+			"f:4: GPU 0: the driver reports placements only while MIG is on, so it is not known yet whether this fits: turn MIG on, or take an inventory of such a GPU in MIG mode"},
 		{"placements are not told, and it is too many anyway", "geometry: {1g.10gb: 8}", on("no placements"), "f:4: GPU 0: 8x1g.10gb: at most 7 of 1g.10gb can exist on this GPU"},
 		{"placements are not told, and nothing is to be placed", "geometry: {}", on("no placements"), ""},
 		{"placements are not told, on demand", "profiles: [1g.10gb]", on("no placements"), ""},
-		{"a GPU that is lost", "geometry: {1g.10gb: 7}", on("a100-80", "lost"), "f:4: GPU 1: it cannot be described, so nobody knows whether this fits: GPU is lost"},
+		{"a GPU that is lost", "geometry: {1g.10gb: 7}", on("a100-80", "lost"), "f:4: GPU 1: the driver cannot describe it, so it is not known whether this fits: GPU is lost"},
 		{"what fits", "geometry: {1g.10gb: 1, 2g.20gb: 1, 3g.40gb: 1}", on("a100-80", "h100-80"), ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

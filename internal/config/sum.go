@@ -13,18 +13,18 @@ import (
 	"example.com/gpu-agent/pkg/timeslice"
 )
 
-// made is what one entry makes of a node: how many devices, of which GPUs, and the
-// GPUs of these that it offers in units of memory.
-type made struct {
+// entryDevices is what one entry offers on a node: the number of devices, the indexes of their
+// GPUs, and the GPUs among them that it offers in units of memory.
+type entryDevices struct {
 	devices int
 	indices []int
 	inUnits []*gpu.Device
 }
 
-// add counts one GPU; m may be nil.
-func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
+// add adds one GPU; m may be nil.
+func (m *entryDevices) add(w *Want, d *gpu.Device, unit gpu.MiB) *entryDevices {
 	if m == nil {
-		m = &made{}
+		m = &entryDevices{}
 	}
 	m.devices += devicesOf(w, d, unit)
 	m.indices = append(m.indices, d.Index)
@@ -34,10 +34,10 @@ func (m *made) add(w *Want, d *gpu.Device, unit gpu.MiB) *made {
 	return m
 }
 
-// devicesOf is how many devices the kubelet is told of for one GPU.
+// devicesOf returns how many devices of one GPU are listed to the kubelet.
 func devicesOf(w *Want, d *gpu.Device, unit gpu.MiB) (n int) {
 	switch {
-	case w.API == ledger.DRA: // it is told of no list
+	case w.API == ledger.DRA: // nothing is listed to the kubelet
 	case w.Mode == Whole:
 		return 1
 	case w.Mode == Shared && w.Replicas > 0:
@@ -59,10 +59,10 @@ func devicesOf(w *Want, d *gpu.Device, unit gpu.MiB) (n int) {
 	return n
 }
 
-// checkSum refuses a partition that makes more devices of a node than there may be:
-// the kubelet does not take a list of so many, and the agent would need more memory
-// than it may have. The mistake is told of the entry that makes the most.
-func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
+// checkSum refuses a partition with more devices than a node may have: the kubelet does not
+// accept such a list, and the agent would need more memory than it may have. The mistake is on
+// the line of the entry with the most devices.
+func checkSum(m *mistakes, p *partition, by map[int]*entryDevices, unit gpu.MiB) {
 	total, most := 0, -1
 	var inUnits []*gpu.Device
 	units := 0
@@ -92,6 +92,6 @@ func checkSum(m *mistakes, p *partition, by map[int]*made, unit gpu.MiB) {
 		what = string(w.Mode)
 	}
 	m.add(p.entries[most].line,
-		"partition %s makes %d devices of this node, %d of them by this entry (%s: %s), and there may be %d: %s",
+		"partition %s gives this node %d devices, %d of them by this entry (%s: %s), and a node may have %d: %s",
 		quote(p.name), total, by[most].devices, gpus(by[most].indices), what, timeslice.MaxDevices, advice)
 }

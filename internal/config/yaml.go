@@ -15,14 +15,14 @@ import (
 	"go.yaml.in/yaml/v4"
 )
 
-// Limits. A ConfigMap holds 1 MiB; honest files use aliases a few times.
+// Limits. A ConfigMap holds 1 MiB, and sensible files use an alias a few times.
 const (
 	maxFile    = 1 << 20
 	maxAliased = 10_000
 )
 
-// document reads the one YAML document of a file, with aliases and merge keys
-// replaced by what they stand for. It returns nil after having said why.
+// document reads the one YAML document of a file, and replaces aliases and merge keys by their
+// values. If there is none, it adds a mistake and returns nil.
 func document(m *mistakes, data []byte) *yaml.Node {
 	if len(data) > maxFile {
 		m.add(1, "the file has %d bytes: at most %d are read, which is what a ConfigMap holds", len(data), maxFile)
@@ -65,15 +65,15 @@ func document(m *mistakes, data []byte) *yaml.Node {
 	return root
 }
 
-// decode reads up to limit documents. The YAML library reports its own bugs by
-// panicking, which must not end a node's agent.
+// decode reads up to limit documents. The YAML library panics at its own bugs, and that must
+// not end a node's agent.
 func decode(data []byte, limit int) (docs []*yaml.Node, err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("cannot be read: %v", p)
 		}
 	}()
-	loader, err := yaml.NewLoader(bytes.NewReader(data), yaml.WithPlugin(shallow{}))
+	loader, err := yaml.NewLoader(bytes.NewReader(data), yaml.WithPlugin(yamlLimits{}))
 	for err == nil && len(docs) < limit {
 		n := new(yaml.Node)
 		if err = loader.Load(n); err == nil {
@@ -86,8 +86,7 @@ func decode(data []byte, limit int) (docs []*yaml.Node, err error) {
 	return docs, err
 }
 
-// badText finds bytes that no YAML file has. The library's own message for
-// these has no line.
+// badText finds bytes that no YAML file has. The library's message for these has no line.
 func badText(data []byte) (line int, reason string) {
 	line = 1
 	for i := 0; i < len(data); {
@@ -110,9 +109,9 @@ func badText(data []byte) (line int, reason string) {
 	return 0, ""
 }
 
-// explain returns the line to change and the reason for a failure of the YAML library.
-// If something that was opened does not end, that is the line where it begins, and
-// otherwise the line at which the text can no longer be read.
+// explain returns the reason for a failure of the YAML library and the line to change. If
+// something was opened and does not end, that is the line where it begins. Otherwise it is the
+// line where the text can no longer be read.
 func explain(err error) (line int, reason string) {
 	line, reason = 1, err.Error()
 	if e, ok := errors.AsType[*yaml.LoadError](err); ok {
@@ -130,9 +129,9 @@ func explain(err error) (line int, reason string) {
 	return max(line, 1), reason
 }
 
-// expander replaces aliases and merge keys in place, so that the schema never
-// meets them. What an alias stands for is counted each time it is used: a few
-// lines of aliases to aliases can stand for more than any machine can read.
+// expander replaces aliases and merge keys in place, so that the rest of the parser never sees
+// them. The values behind an alias count each time it is used: with aliases to aliases, a few
+// lines can amount to more than any machine can read.
 type expander struct {
 	*mistakes
 	active map[*yaml.Node]bool
@@ -142,7 +141,7 @@ type expander struct {
 func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 	if aliased {
 		if x.count++; x.count > maxAliased {
-			x.at(n, "the aliases of this file stand for more than %d values: write them out", maxAliased)
+			x.at(n, "the aliases of this file add up to more than %d values: write them out", maxAliased)
 			return false
 		}
 	}
@@ -152,7 +151,7 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 		return false
 	}
 	if x.active[n] {
-		x.at(n, "the anchor %s holds itself", quote(n.Anchor))
+		x.at(n, "the anchor %s contains itself", quote(n.Anchor))
 		return false
 	}
 	x.active[n] = true
@@ -173,8 +172,7 @@ func (x *expander) expand(n *yaml.Node, aliased bool) bool {
 	return true
 }
 
-// merge replaces `<<: mapping` by those of its pairs that the mapping itself
-// does not have.
+// merge replaces `<<: mapping` by the pairs of that mapping that n does not have itself.
 func (x *expander) merge(n *yaml.Node) bool {
 	var own, merges []*yaml.Node
 	has := make(map[string]bool)
@@ -206,7 +204,7 @@ func (x *expander) merge(n *yaml.Node) bool {
 	return true
 }
 
-// kind says in words what a node is.
+// kind describes a node in words.
 func kind(n *yaml.Node) string {
 	switch n.Kind {
 	case yaml.MappingNode:
@@ -231,8 +229,8 @@ type pair struct {
 	value *yaml.Node
 }
 
-// pairs returns a mapping's pairs in order, without those whose key is no text
-// or was there before.
+// pairs returns a mapping's pairs in order. It leaves out, and adds a mistake for, a key that
+// is not text or is repeated.
 func (m *mistakes) pairs(n *yaml.Node, what string) ([]pair, bool) {
 	if n.Kind != yaml.MappingNode {
 		m.at(n, "%s is a mapping, not %s", what, kind(n))
@@ -257,7 +255,7 @@ func (m *mistakes) pairs(n *yaml.Node, what string) ([]pair, bool) {
 	return out, true
 }
 
-// fields is pairs for a mapping whose keys are known.
+// fields returns the values of a mapping with known keys. Each other key is a mistake.
 func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[string]*yaml.Node, bool) {
 	if n.Kind == yaml.MappingNode &&
 		m.tooMany(n, what, len(n.Content)/2, mostKeys, "it has "+list(known, "and")+": leave out the others") {
@@ -280,15 +278,16 @@ func (m *mistakes) fields(n *yaml.Node, what string, known ...string) (map[strin
 	return out, true
 }
 
-// few is items of a list that has no more elements than most, and why.
-func (m *mistakes) few(n *yaml.Node, what string, most int, why string) ([]*yaml.Node, bool) {
+// itemsUpTo returns the elements of a list, as items does. It refuses a list with more than most
+// elements; why is the reason for that bound.
+func (m *mistakes) itemsUpTo(n *yaml.Node, what string, most int, why string) ([]*yaml.Node, bool) {
 	if n.Kind == yaml.SequenceNode && m.tooMany(n, what, len(n.Content), most, why) {
 		return nil, false
 	}
 	return m.items(n, what)
 }
 
-// items returns the elements of a list that has at least one.
+// items returns the elements of a list with at least one.
 func (m *mistakes) items(n *yaml.Node, what string) ([]*yaml.Node, bool) {
 	if n.Kind != yaml.SequenceNode {
 		m.at(n, "%s is a list, not %s", what, kind(n))
@@ -309,7 +308,7 @@ func (m *mistakes) text(n *yaml.Node, what string) (string, bool) {
 	return n.Value, true
 }
 
-// choice reads one of a few words.
+// choice reads one of the known words.
 func choice[T ~string](m *mistakes, n *yaml.Node, what string, known ...T) (T, bool) {
 	words := make([]string, len(known))
 	for i, k := range known {
@@ -321,8 +320,7 @@ func choice[T ~string](m *mistakes, n *yaml.Node, what string, known ...T) (T, b
 	return "", false
 }
 
-// number reads a whole number of at least low and at most high, written in
-// decimal digits: YAML would read 010 as eight.
+// number reads a whole number from low to high in decimal digits. YAML would read 010 as eight.
 func (m *mistakes) number(n *yaml.Node, what string, low, high int) (int, bool) {
 	if n.Kind != yaml.ScalarNode || n.ShortTag() != "!!int" {
 		m.at(n, "%s is a whole number, not %s", what, kind(n))

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health decides which GPUs are healthy, from errors that the driver reports
-// (Xids) and from readings of its figures.
+// Package health decides which GPUs are healthy, from errors that the driver reports (Xids) and
+// from readings of its figures.
 //
-// It is pure: times are arguments, and the caller does all reading. Somebody
-// feeds it [Monitor.Event] and [Monitor.Reading]; [Monitor.Verdicts] says what is
-// unhealthy and why, [Monitor.Due] when the next reading is due.
+// It is pure: times are arguments, and the caller does all reading. The caller passes in events
+// ([Monitor.Event]) and readings ([Monitor.Reading]). [Monitor.Verdicts] returns what is
+// unhealthy and why, and [Monitor.Due] when the next reading is due.
 //
 //	m := health.New(health.Options{})
 //	m.Reading(health.Reading{GPUs: …}, now)
@@ -14,17 +14,16 @@
 //
 // # What a fault affects
 //
-// A fault belongs to a [Subject]: a GPU, or one MIG instance. Sharing plays no
-// part: all shares of a GPU are affected. Only a contained fault that names an instance
-// stays on that instance; all others affect the whole GPU. An Xid without a GPU affects
-// every known one, since the driver could not say which. Nothing else crosses from one
-// GPU to another.
+// A fault belongs to a [Subject]: a GPU, or one MIG instance. If pods share the GPU, it affects
+// all of them. Only a contained fault that names an instance is limited to that instance; all
+// others affect the whole GPU. An Xid without a GPU affects every known GPU, since the driver
+// could not say which it was. Otherwise no fault spreads from one GPU to another.
 //
-// # Classes and what recovers them
+// # Classes and recovery
 //
-// Every fault but the driver's ends by a clean reading once Hold has passed since
-// the last complaint. A clean reading has an answer for that GPU and repeats no
-// complaint of that class. Some classes ask for more:
+// A fault ends with a clean reading, once Hold has passed since its last complaint. A reading is
+// clean if it has an answer for that GPU and no complaint of that class. A driver fault ends
+// with the first good reading. Some classes ask for more:
 //
 //	lost          79, a loss reported, a GPU not listed          a reset, and the figures back
 //	remap-failed  64, or no spare row in a reading               a reset, and the figures back
@@ -38,74 +37,57 @@
 //	unreadable    any other error for this GPU                   quiet
 //	driver        no driver, or another one than loaded          the first good reading
 //
-// "The figures back" means no uncorrected errors since the last reset, no row or
-// page pending, none that failed, no recovery action. A figure that the card does not
-// have counts neither way.
+// "The figures back" means: no uncorrected errors since the last reset, no row or page pending,
+// none that failed, and no recovery action. A figure that the card does not have is not looked
+// at.
 //
-// The uncorrected count and a pending remap are no fault by themselves: after
-// a contained error both are there, and the GPU works on. Counting them would
-// make a GPU unhealthy for each contained error.
+// The uncorrected count and a pending remap are not faults by themselves. Both remain after a
+// contained error, and the GPU works on. If they counted, each contained error would make a
+// GPU unhealthy.
 //
 // # What proves a reset
 //
-// A fault that asks for a reset waits for one. Silence proves nothing: a GPU whose system
-// processor hangs reports no more errors, and its programs are on it still. What proves one,
-// since the last complaint:
+// If a fault asks for a reset, it does not end without one. Silence proves nothing: a GPU whose
+// system processor hangs reports no errors, and programs still hold it. Since the last
+// complaint, any of these proves a reset:
 //
-//   - the machine was started anew ([Monitor.Restore]);
-//   - another loading of the driver answers (Reading.Load);
-//   - the driver asked for a reset or a reboot, and asks for nothing now
-//     (gpu.Health.Recovery, from R550 on). That it never asked proves nothing;
-//   - a fault's own trace is gone, for that fault alone: uncorrected errors (memory), which
-//     nvidia-smi -p 0 clears, too; no spare row (remap-failed); the driver had lost the GPU
-//     or did not list it, and has it again (lost); the driver asks for nothing, after Xid
-//     154, which says that what it asks for has changed (recovery);
-//   - of an Xid that named no GPU, the driver asks for nothing: another was meant;
-//   - somebody says so ([Monitor.WasReset]): the agent, of its own, or an operator.
+//   - The machine was started again ([Monitor.Restore]).
+//   - The driver was loaded again (Reading.Load).
+//   - The driver asked for a reset or a reboot, and now asks for nothing (gpu.Health.Recovery,
+//     from R550 on). If it never asked, that proves nothing.
+//   - The fault's own sign has gone. This proves it for that fault alone. Memory: the count of
+//     uncorrected errors is zero (nvidia-smi -p 0 clears it too). Remap-failed: there is a spare
+//     row. Lost: the driver has the GPU again. Recovery: the driver asks for nothing, since Xid
+//     154 only reports that its action has changed.
+//   - An Xid named no GPU, and the driver asks for nothing on this one: it meant another GPU.
+//   - The agent or an operator reports a reset ([Monitor.WasReset]).
 //
-// What has been seen of these is in the records, since a GPU can mostly be reset only while
-// no agent has it open. Where the driver cannot tell a figure, that is neither that it is set
-// nor that it is gone.
+// The records contain what was seen of these signs, since mostly a GPU can only be reset while no
+// agent has it open. A figure that the driver cannot report is neither set nor gone.
 //
 // # Flapping
 //
-// A complaint after a clean reading doubles the hold of that fault, up to 16
-// times, if the complaint before was less than an hour ago. Complaints without a
-// clean reading between them are one fault, and only postpone its end.
+// A complaint after a clean reading doubles the hold of that fault, up to 16 times, if the last
+// complaint was less than an hour ago. Complaints without a clean reading between them are one
+// fault, and only postpone its end.
 //
 // # Hanging is not a fault
 //
-// A reading that timed out changes no verdict: a busy driver is slow for many
-// reasons, and the holders' containers run on. [Monitor.Waiting] says so. A missing
-// driver makes every known GPU unhealthy, and leaves no trace once it is back, since
-// nothing was wrong with the cards.
+// A reading that timed out changes no verdict: a busy driver is slow for many reasons, and the
+// containers run on. [Monitor.Waiting] reports it. A missing driver makes every known GPU
+// unhealthy. That leaves no trace once the driver is back, since the cards were not at fault.
 //
 // # Memory
 //
-// [Monitor.Records] and [Monitor.Restore] carry faults over a restart, so that
-// a restart of the agent or the kubelet clears no fault. A reboot resets every card:
-// after it only a failed remap is remembered, until the driver says otherwise.
+// [Monitor.Records] and [Monitor.Restore] carry faults over a restart, so that a restart of the
+// agent or the kubelet clears no fault. A reboot resets every card. After it, only a failed
+// remap is remembered, until the driver reports otherwise.
 //
-// Memory is bounded: one fault per class and instance, and GPUs that only events
-// know are few and forgotten by the next reading that does not list them.
+// Memory is bounded. There is one fault for each class and instance. GPUs that are known only
+// from events are few, and the next reading that does not list them drops them.
 //
-// # Sources
+// # Limits
 //
-// From NVIDIA's documents: a pending remap lets unaffected applications run on and
-// new ones start, and what each recovery action asks for ("GPU Memory Error
-// Management", error recovery and response flags); 48, 63 and 64 as the three Xids
-// of page retirement ("Dynamic Page Retirement"); that a failed remap stays set
-// once there ever was one, and that remap figures cannot be asked for while a GPU
-// has MIG instances (NVML's nvmlDeviceGetRemappedRows); that the errors of 121 are
-// corrected and do no harm, and that a reset at leisure trains the link anew ("XID
-// Errors"); that Xid 154 tells each change of the recovery action, to none as well.
-//
-// The names of the Xids in the table are meant as those of NVIDIA's Xid catalogue
-// ("XID Errors"), in this package's words; where they differ, trust the
-// catalogue. The ignored list is that of NVIDIA's device plugin. Which
-// class an Xid belongs to, what it asks of the operator, what it affects and how
-// long to wait are this package's own decisions.
-//
-// The package does not know how a reading is done, what a device or a pod is,
-// and repairs nothing.
+// The package does not know how a reading is done, or what a device or a pod is, and it repairs
+// nothing.
 package health

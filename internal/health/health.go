@@ -15,59 +15,58 @@ import (
 )
 
 const (
-	// DefaultHold and DefaultProbe are what Options mean by zero.
+	// DefaultHold and DefaultProbe are the defaults of Options.
 	DefaultHold  = 60 * time.Second
 	DefaultProbe = 10 * time.Second
 
-	// flapWindow is for how long a fault that is over is remembered.
+	// flapWindow is how long a fault is remembered after its end.
 	flapWindow = time.Hour
 	// maxStrikes bounds the doublings of the hold: 2^4 = 16.
 	maxStrikes = 4
-	// maxStrangers bounds GPUs of which only events have told, maxKnown those
-	// that a caller or a state file may name, maxFaults the faults of one GPU.
+	// maxStrangers bounds the GPUs that are known only from events. maxKnown bounds those that
+	// readings, a caller or a state file may name, and maxFaults the faults of one GPU.
 	maxStrangers = 64
 	maxKnown     = 1024
 	maxFaults    = 64
-	// maxDetail bounds what is kept of the driver's own words, in bytes.
+	// maxDetail bounds the driver's own text in a fault, in bytes.
 	maxDetail = 300
 )
 
 // Options are a Monitor's settings.
 type Options struct {
-	// Ignored are the Xids of applications, which change nothing. Nil means
-	// DefaultIgnored; an empty slice ignores none.
+	// Ignored are the Xids that applications cause; they change nothing. Nil means
+	// DefaultIgnored, and an empty slice ignores none.
 	Ignored []uint64
-	// Hold is how long a GPU must have been without a fault before it is healthy
-	// again. Default 60 s.
+	// Hold is how long a GPU must have been without a complaint before it is healthy again.
+	// Zero means 60 s.
 	Hold time.Duration
-	// Probe is the spacing of readings while something is unhealthy. Default 10 s.
+	// Probe is the time between readings while something is unhealthy. Zero means 10 s.
 	Probe time.Duration
 }
 
-// Subject is a GPU, or one MIG instance of it. GI and CI are both -1 for the
-// GPU; CI alone is -1 for a whole GPU instance.
+// Subject is a GPU, or one MIG instance of it. GI and CI are both -1 for a GPU. Only CI is -1
+// for a whole GPU instance.
 type Subject struct {
 	GPU gpu.UUID
 	GI  int
 	CI  int
 }
 
-// Reading is what the driver said when it was asked.
+// Reading is the driver's answer about all GPUs.
 type Reading struct {
-	// Err is set where nothing could be read; the rest means nothing then.
+	// Err is the error if nothing could be read. The other fields then mean nothing.
 	Err error
-	// Load is which loading of the driver has answered (gpu.Inventory).
+	// Load identifies the loading of the driver that has answered (gpu.Inventory).
 	Load string
 	GPUs []GPUReading
 }
 
-// GPUReading is what the driver said of one GPU.
+// GPUReading is the driver's answer about one GPU.
 type GPUReading struct {
 	Device gpu.Device
-	// Health is nil where the driver could not tell.
+	// Health is nil if the driver could not tell.
 	Health *gpu.Health
-	// Err is why Health could not be read; gpu.ErrNotSupported complains of
-	// nothing.
+	// Err is why Health could not be read. gpu.ErrNotSupported is no complaint.
 	Err error
 }
 
@@ -75,17 +74,17 @@ type GPUReading struct {
 type Verdict struct {
 	Subject
 	Class Class
-	// Xid is 0 where no Xid told of the fault.
+	// Xid is the driver's error code; 0 if no Xid reported the fault.
 	Xid uint64
-	// Reason is a sentence for an operator: what, since when, what to do.
+	// Reason is a sentence for an operator: what, since when, and what to do.
 	Reason string
 	Since  time.Time
-	// Needs is one of the Needs constants, or the driver's own words.
+	// Needs is one of the Needs constants, or the driver's own text.
 	Needs string
 }
 
-// Record is a fault as the state file keeps it, with those that have ended
-// within the last hour, which make the next one last longer.
+// Record is a fault in the state file. Faults that ended within the last hour have records too:
+// the next such fault lasts longer.
 type Record struct {
 	GPU     gpu.UUID  `json:"gpu"`
 	GI      int       `json:"gi"`
@@ -98,42 +97,43 @@ type Record struct {
 	Last    time.Time `json:"last"`
 	Strikes int       `json:"strikes,omitempty"`
 	Over    bool      `json:"over,omitempty"`
-	// Load is the loading of the driver at the last complaint. Reset says that a reset has
-	// been seen since then, the others what else has: each is gone only after one.
+	// Load is the loading of the driver at the last complaint. Reset is true if a reset has
+	// been seen since then. Asked, Errors, Failed and Away are signs that only a reset removes;
+	// see resetSigns.
 	Load   string `json:"load,omitempty"`
 	Reset  bool   `json:"reset,omitempty"`
 	Asked  bool   `json:"asked,omitempty"`
 	Errors bool   `json:"errors,omitempty"`
 	Failed bool   `json:"failed,omitempty"`
 	Away   bool   `json:"away,omitempty"`
-	// Nameless says that no complaint has named the GPU: it may be another's fault.
+	// Nameless is true if no complaint has named the GPU: the fault may be another GPU's.
 	Nameless bool `json:"nameless,omitempty"`
 }
 
-// Monitor decides. It is safe for several goroutines.
+// Monitor decides which GPUs are healthy. It is safe for several goroutines.
 type Monitor struct {
 	ignored     []uint64
 	hold, probe time.Duration
 
 	mu sync.Mutex // guards what follows
-	// gpus has every GPU that a reading listed, that Know or Restore named, and
-	// up to maxStrangers more.
+	// gpus has every GPU that a reading listed, or that Know or Restore named, and up to
+	// maxStrangers others.
 	gpus map[gpu.UUID]*card
-	// waiting is what hangs, empty where nothing does; since says since when.
+	// waiting describes the work that hangs; empty if none does. waitingSince is its beginning.
 	waiting      string
 	waitingSince time.Time
-	lastRead     time.Time // of the last reading, whatever it said
-	load         string    // of the last reading that told it
+	lastRead     time.Time // of the last reading, failed ones too
+	load         string    // of the last reading that had it
 }
 
-// card is a GPU and its faults.
+// card is a GPU and its faults. known is false while only events have named it.
 type card struct {
 	known  bool
 	faults map[key]*fault
 }
 
-// key tells the faults of one GPU apart. There is one per class, so that a storm
-// of Xids cannot grow memory.
+// key identifies a fault of a GPU. There is one fault for each class, so a storm of Xids cannot
+// fill the memory.
 type key struct {
 	gi, ci int
 	class  Class
@@ -147,18 +147,18 @@ type fault struct {
 	strikes     int       // doublings of the hold
 	clean       bool      // a reading since the last complaint was clean
 	over        bool      // recovered; kept to notice flapping
-	traces
+	resetSigns
 }
 
-// traces are what is known of a reset of the GPU since a fault's last complaint.
-type traces struct {
-	reset bool   // one has been seen
-	load  string // the loading of the driver then; empty where not known
-	// What has been seen since the fault began, and is gone only after a reset: that the
-	// driver asked for one, uncorrected errors, that no spare row was left, and that the
-	// driver had lost the GPU.
+// resetSigns are the signs of a reset since a fault's last complaint.
+type resetSigns struct {
+	reset bool   // a reset has been seen
+	load  string // the loading of the driver at that complaint; empty if not known
+	// Signs that were seen since the fault began, and that only a reset removes: the driver
+	// asked for a reset, it counted uncorrected errors, no spare row was left, or it had lost
+	// the GPU.
 	asked, errors, failed, away bool
-	// nameless says that no complaint has named the GPU.
+	// nameless is true if no complaint has named the GPU.
 	nameless bool
 }
 
@@ -169,13 +169,15 @@ type complaint struct {
 	detail string
 	needs  string
 	away   bool   // the driver has lost the GPU
-	load   string // of the driver that complains; empty where not known
-	// nameless says that the complaint is of all GPUs, since it named none.
+	load   string // the loading of the driver that complains; empty if not known
+	// nameless is true if the complaint is about all GPUs, since it named none.
 	nameless bool
 }
 
-// traces are what a first complaint leaves.
-func (c *complaint) traces() traces { return traces{load: c.load, away: c.away, nameless: c.nameless} }
+// resetSigns returns the signs of a fault that begins with this complaint.
+func (c *complaint) resetSigns() resetSigns {
+	return resetSigns{load: c.load, away: c.away, nameless: c.nameless}
+}
 
 // New returns a Monitor that knows no GPU.
 func New(o Options) *Monitor {
@@ -191,8 +193,8 @@ func New(o Options) *Monitor {
 	return &Monitor{ignored: slices.Clone(o.Ignored), hold: o.Hold, probe: o.Probe, gpus: make(map[gpu.UUID]*card)}
 }
 
-// Know names GPUs that an earlier process has seen: one that the next reading
-// does not list is lost.
+// Know names GPUs that an earlier process has seen. If the next reading does not list one of
+// them, it is lost.
 func (m *Monitor) Know(uuids ...gpu.UUID) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -201,8 +203,8 @@ func (m *Monitor) Know(uuids ...gpu.UUID) {
 	}
 }
 
-// knowLocked returns a GPU's card, a new one where need be; nil where there is
-// no room or no name.
+// knowLocked returns a GPU's card, and makes it if need be. It returns nil if there is no room,
+// or the UUID is empty.
 func (m *Monitor) knowLocked(u gpu.UUID) *card {
 	c := m.gpus[u]
 	if c == nil {
@@ -216,11 +218,10 @@ func (m *Monitor) knowLocked(u gpu.UUID) *card {
 	return c
 }
 
-// Event takes in what the driver reported by itself and says whether a verdict
-// changed.
+// Event adds an event from the driver, and reports whether a verdict changed.
 //
-// An Xid without a GPU concerns all known ones. A loss without a GPU concerns
-// none until a reading tells which.
+// An Xid without a GPU affects all known GPUs. A loss without a GPU affects none until a
+// reading shows which GPU it is.
 func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 	var c complaint
 	switch e.Kind {
@@ -229,13 +230,13 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 			return false
 		}
 		mean := meaningOf(e.Xid)
-		c = complaint{key: place(mean.class, e.GI, e.CI), xid: e.Xid, needs: mean.needs}
+		c = complaint{key: faultKey(mean.class, e.GI, e.CI), xid: e.Xid, needs: mean.needs}
 	case gpu.EventLost:
 		if e.GPU == "" {
 			return false
 		}
 		c = complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver says that the GPU is lost", needs: NeedsReset,
+			key: faultKey(ClassLost, -1, -1), detail: "the driver reports the GPU as lost", needs: NeedsReset,
 			away: true,
 		}
 	default:
@@ -245,7 +246,7 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 	defer m.mu.Unlock()
 	c.load = m.load
 	if e.GPU == "" {
-		c.key, c.nameless = place(c.class, -1, -1), true // an instance's number means nothing without its GPU
+		c.key, c.nameless = faultKey(c.class, -1, -1), true // an instance's number means nothing without its GPU
 		for _, g := range m.gpus {
 			if g.known {
 				changed = g.complain(c, now) || changed
@@ -262,14 +263,14 @@ func (m *Monitor) Event(e gpu.Event, now time.Time) (changed bool) {
 	return g.complain(c, now)
 }
 
-// Ignores reports whether an event is an Xid that applications cause, which changes
-// nothing.
+// Ignores reports whether an event is an Xid that applications cause, and changes nothing.
 func (m *Monitor) Ignores(e gpu.Event) bool {
 	return e.Kind == gpu.EventXid && slices.Contains(m.ignored, e.Xid)
 }
 
-// strangerLocked makes room for a GPU that no reading has listed yet: its event
-// may have been faster. The next reading that does not list it forgets it.
+// strangerLocked adds a GPU that no reading has listed yet, since its event may have come
+// first. The next reading that does not list it removes it. It returns nil if there are too
+// many.
 func (m *Monitor) strangerLocked(u gpu.UUID) *card {
 	n := 0
 	for _, c := range m.gpus {
@@ -285,27 +286,26 @@ func (m *Monitor) strangerLocked(u gpu.UUID) *card {
 	return c
 }
 
-// place returns where a fault of that class lies: on the instance that was named
-// if the class stays within one, else on the GPU.
-func place(class Class, gi, ci int) key {
+// faultKey returns the key of a fault: the named instance if the class is limited to one, else the
+// GPU.
+func faultKey(class Class, gi, ci int) key {
 	if r := rank(class); gi < 0 || r < 0 || !rules[r].instance {
 		return key{-1, -1, class}
 	}
 	return key{gi, max(ci, -1), class}
 }
 
-// complain notes a complaint and says whether a verdict changed by it.
+// complain adds a complaint, and reports whether it changed a verdict.
 func (g *card) complain(c complaint, now time.Time) bool {
 	f := g.faults[c.key]
 	if f == nil && len(g.faults) >= maxFaults {
-		// No GPU has that many instances. Whatever the numbers mean, the GPU is
-		// faulty.
-		c.key = place(c.class, -1, -1)
+		// No GPU has that many instances. The numbers may be wrong, but the GPU is faulty.
+		c.key = faultKey(c.class, -1, -1)
 		f = g.faults[c.key]
 	}
 	if f == nil {
 		g.faults[c.key] = &fault{
-			xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, traces: c.traces(),
+			xid: c.xid, detail: clip(c.detail), needs: c.needs, since: now, last: now, resetSigns: c.resetSigns(),
 		}
 		return true
 	}
@@ -321,18 +321,18 @@ func (g *card) complain(c complaint, now time.Time) bool {
 	f.reset, f.load, f.away, f.nameless = false, c.load, f.away || c.away, f.nameless && c.nameless
 	switch {
 	case f.over:
-		f.over, f.since, f.traces = false, now, c.traces()
+		f.over, f.since, f.resetSigns = false, now, c.resetSigns()
 	case c.class == ClassRecovery && c.xid == 0 && c.needs != f.needs:
-		// What the driver asks for now replaces what it asked for, and an Xid
-		// that only said that it asks for something.
+		// The driver's request replaces its last one, and also an Xid that only reported that
+		// there is one.
 	case needsRank(c.needs) <= needsRank(f.needs):
-		return f.outlook(c.class) != outlook // else nothing that the operator does not know yet
+		return f.outlook(c.class) != outlook // else the operator learns nothing new
 	}
 	f.xid, f.detail, f.needs = c.xid, clip(c.detail), c.needs
 	return true
 }
 
-// needsRank orders Needs by what they cost; the driver's own words rank highest.
+// needsRank orders Needs by their cost. The driver's own text ranks highest.
 func needsRank(s string) int {
 	order := []string{NeedsNothing, NeedsRestart, NeedsDriver, NeedsReset}
 	if i := slices.Index(order, s); i >= 0 {
@@ -348,8 +348,8 @@ func clip(s string) string {
 	return strings.ToValidUTF8(s, "")
 }
 
-// Reading takes in what the driver said when asked and tells whether a verdict,
-// or what Waiting says, changed.
+// Reading adds an answer of the driver. It reports whether a verdict, or the result of Waiting,
+// changed.
 func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -392,13 +392,13 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 			continue
 		}
 		if !g.known {
-			changed = g.unfit() || changed
+			changed = g.faulty() || changed
 			delete(m.gpus, u)
 			continue
 		}
 		changed = g.endDriver() || changed
 		unlisted := complaint{
-			key: place(ClassLost, -1, -1), detail: "the driver does not list the GPU any more", needs: NeedsNothing,
+			key: faultKey(ClassLost, -1, -1), detail: "the driver no longer lists the GPU", needs: NeedsNothing,
 			away: true, load: m.load,
 		}
 		changed = g.complain(unlisted, now) || changed
@@ -407,7 +407,7 @@ func (m *Monitor) Reading(r Reading, now time.Time) (changed bool) {
 	return m.waitLocked(strings.Join(hung, "; "), now) || changed
 }
 
-// waitLocked notes what hangs; since when stays while anything does.
+// waitLocked sets what hangs. The time of its beginning stays while anything hangs.
 func (m *Monitor) waitLocked(what string, now time.Time) bool {
 	was := m.waiting
 	if was == "" && what != "" {
@@ -419,16 +419,16 @@ func (m *Monitor) waitLocked(what string, now time.Time) bool {
 	return was != m.waiting
 }
 
-// noDriver is the complaint about a driver that cannot be asked.
+// noDriver returns the complaint about a driver that cannot be asked.
 func noDriver(err error) complaint {
-	c := complaint{key: place(ClassDriver, -1, -1), detail: err.Error(), needs: NeedsDriver}
+	c := complaint{key: faultKey(ClassDriver, -1, -1), detail: err.Error(), needs: NeedsDriver}
 	if errors.Is(err, gpu.ErrReloaded) {
 		c.needs = NeedsRestart
 	}
 	return c
 }
 
-// read takes in an answer about this GPU, by the driver of that loading.
+// read adds the driver's answer about this GPU. load is the loading of that driver.
 func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Time) (changed bool) {
 	complaints := judge(gr)
 	if !slices.ContainsFunc(complaints, func(c complaint) bool { return c.class == ClassDriver }) {
@@ -445,7 +445,7 @@ func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Tim
 		}
 		complained := slices.ContainsFunc(complaints, func(c complaint) bool { return c.key == k })
 		if !f.over && f.waits(k.class) {
-			changed = f.look(k.class, gr.Health, load, answers && !complained) || changed
+			changed = f.findReset(k.class, gr.Health, load, answers && !complained) || changed
 		}
 		switch {
 		case f.over:
@@ -461,7 +461,7 @@ func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Tim
 			continue
 		case f.waits(k.class) && !f.reset:
 			continue
-		case rules[rank(k.class)].proof && !proved(gr.Health):
+		case rules[rank(k.class)].proof && !figuresBack(gr.Health):
 			continue
 		case k.class == ClassFirmware || k.class == ClassLink || k.class == ClassRecovery:
 			if gr.Health != nil && gr.Health.Recovery.Needed() {
@@ -476,34 +476,33 @@ func (g *card) read(gr GPUReading, load string, hold time.Duration, now time.Tim
 	return changed
 }
 
-// waits says that a fault ends only after a reset: silence says nothing of a GPU that runs on
-// with what is broken in it. Of a class that this version does not know, what it asks for counts.
+// waits reports whether the fault ends only after a reset, since a GPU may run on quietly with
+// what is broken in it. A fault of an unknown class does so if its needs ask for a reset.
 func (f *fault) waits(class Class) bool {
 	return rules[rank(class)].reset || gpu.Recovery(f.needs).Resets()
 }
 
-// look finds in an answer what only a reset leaves behind, and reports whether it found what
-// was not known. here says that the driver has the GPU and complains of nothing of the class.
-func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (changed bool) {
+// findReset looks in an answer for signs of a reset, and reports whether f.reset changed. here is
+// true if the driver has the GPU and has no complaint of the class.
+func (f *fault) findReset(class Class, h *gpu.Health, load string, here bool) (changed bool) {
 	was, begun := f.reset, false
 	if load != "" && f.load != "" && load != f.load {
 		begun = true // the driver was loaded anew
 	}
 	f.load = cmp.Or(load, f.load)
 	if here && f.away {
-		begun = true // the driver could find it again only as a GPU that has come
+		begun = true // the driver finds a lost GPU again only after a reset
 	}
 	if h != nil {
 		begun = begun || f.asked && h.Recovery == gpu.RecoveryNone ||
 			f.errors && h.Uncorrected != nil && *h.Uncorrected == 0 ||
 			f.failed && h.Remap != nil && !h.Remap.Failed
-		// Xid 154 says that what the driver asks for has changed: it may be to nothing. And of
-		// several GPUs that a complaint may be about, those are not meant of which the driver
-		// asks for nothing.
+		// Xid 154 reports a change of what the driver asks for, also to nothing. If a complaint
+		// may be about several GPUs, it is not about those where the driver asks for nothing.
 		begun = begun || (class == ClassRecovery || f.nameless) && h.Recovery == gpu.RecoveryNone
 	}
 	if begun {
-		f.traces = traces{load: f.load, reset: true}
+		f.resetSigns = resetSigns{load: f.load, reset: true}
 	}
 	if h != nil {
 		if h.Recovery.Resets() {
@@ -515,8 +514,8 @@ func (f *fault) look(class Class, h *gpu.Health, load string, here bool) (change
 	return f.reset != was
 }
 
-// WasReset takes in that a GPU was reset at a time: faults that complained of it before then
-// end by it, once the GPU is quiet. It says whether a verdict changed.
+// WasReset adds a reset of a GPU at a time. Faults that complained only before it end, once the
+// GPU is quiet. WasReset reports whether a verdict changed.
 func (m *Monitor) WasReset(u gpu.UUID, at time.Time) (changed bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -526,22 +525,22 @@ func (m *Monitor) WasReset(u gpu.UUID, at time.Time) (changed bool) {
 	}
 	for k, f := range g.faults {
 		if !f.over && !f.reset && f.waits(k.class) && f.last.Before(at) {
-			f.traces, changed = traces{load: f.load, reset: true}, true
+			f.resetSigns, changed = resetSigns{load: f.load, reset: true}, true
 		}
 	}
 	return changed
 }
 
-// endDriver removes a driver's fault without a trace, since the card had none.
+// endDriver removes a driver fault without a trace, since the card was not at fault.
 func (g *card) endDriver() bool {
-	k := place(ClassDriver, -1, -1)
+	k := faultKey(ClassDriver, -1, -1)
 	_, had := g.faults[k]
 	delete(g.faults, k)
 	return had
 }
 
-// unfit reports whether any fault is in force.
-func (g *card) unfit() bool {
+// faulty reports whether any fault is in force.
+func (g *card) faulty() bool {
 	for _, f := range g.faults {
 		if !f.over {
 			return true
@@ -557,19 +556,20 @@ func exists(d gpu.Device, k key) bool {
 	})
 }
 
-// proved reports whether the figures are those of a GPU that has been reset.
-// A figure that the card does not have counts for neither.
-func proved(h *gpu.Health) bool {
+// figuresBack reports whether the figures are those of a GPU that has been reset. A figure that the
+// card does not have is ignored.
+func figuresBack(h *gpu.Health) bool {
 	return h == nil || (h.Uncorrected == nil || *h.Uncorrected == 0) &&
 		(h.Remap == nil || *h.Remap == gpu.Remap{}) && !h.RetirePending && !h.Recovery.Needed()
 }
 
-// judge returns the faults in an answer. Counters by themselves are no fault: an
-// uncorrected error may have been contained, and a pending remap
-// waits for a reset while the GPU works on.
+// judge returns the complaints in an answer. Counters alone are no complaint: an uncorrected
+// error may have been contained, and a pending remap waits for a reset while the GPU works on.
 func judge(gr GPUReading) (all []complaint) {
 	add := func(class Class, detail, needs string) {
-		all = append(all, complaint{key: place(class, -1, -1), detail: detail, needs: needs, away: class == ClassLost})
+		all = append(all, complaint{
+			key: faultKey(class, -1, -1), detail: detail, needs: needs, away: class == ClassLost,
+		})
 	}
 	if f := gr.Device.Fault; f != "" {
 		if gr.Device.Gone || gr.Device.Lost {
@@ -598,7 +598,7 @@ func judge(gr GPUReading) (all []complaint) {
 	return all
 }
 
-// Verdicts returns what is unhealthy, by GPU and instance, the worst first.
+// Verdicts returns the faults in force, ordered by GPU and instance, the worst first.
 func (m *Monitor) Verdicts() []Verdict {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -621,12 +621,12 @@ func (m *Monitor) Verdicts() []Verdict {
 	return all
 }
 
-// reason is the sentence of a fault. It names when the fault began, not how long
-// ago, so that it stays the same while nothing changes.
+// reason returns the sentence of a fault. It has the time at which the fault began, and not its
+// age, so that it stays the same while nothing changes.
 func (f *fault) reason(class Class) string {
 	since := ", since " + f.since.UTC().Format(time.RFC3339)
 	if f.since.IsZero() {
-		since = "" // a state file that does not say
+		since = "" // from a state file without the time
 	}
 	if f.xid != 0 {
 		mean := meaningOf(f.xid)
@@ -636,7 +636,7 @@ func (f *fault) reason(class Class) string {
 		ClassLost:        doReboot,
 		ClassRemapFailed: xids[64].do,
 		ClassRecovery:    "drain the GPU and do that",
-		ClassUnreadable:  "it is asked again by itself; if this stays, reset the GPU",
+		ClassUnreadable:  "the agent asks again; if the fault stays, reset the GPU",
 		ClassDriver:      "load the driver",
 	}[class]
 	if f.needs == NeedsRestart {
@@ -652,7 +652,7 @@ func (f *fault) reason(class Class) string {
 	return fmt.Sprintf("%s: %s%s; %s", class, cmp.Or(f.detail, "no details are known"), since, do)
 }
 
-// outlook is what a fault that waits for a reset waits for.
+// outlook returns what a fault still needs if it ends only after a reset; empty for others.
 func (f *fault) outlook(class Class) string {
 	switch {
 	case !f.waits(class):
@@ -665,17 +665,16 @@ func (f *fault) outlook(class Class) string {
 	return "; it stays unhealthy until a reset is seen"
 }
 
-// Waiting returns which hardware work hangs and since when; an empty string
-// where none does. It makes nothing unhealthy.
+// Waiting returns the hardware work that hangs and since when; an empty string if none does.
+// Work that hangs makes nothing unhealthy.
 func (m *Monitor) Waiting() (what string, since time.Time) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.waiting, m.waitingSince
 }
 
-// Due returns when the next reading is wanted, which may have passed already;
-// zero where nothing is unhealthy and nothing hangs. It is never later than one probe
-// from now.
+// Due returns the time of the next reading, which may have passed already; zero if nothing is
+// unhealthy and nothing hangs. It is at most one probe from now.
 func (m *Monitor) Due(now time.Time) time.Time {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -687,7 +686,7 @@ func (m *Monitor) Due(now time.Time) time.Time {
 				continue
 			}
 			any = true
-			// The end of a hold need not wait for the next round.
+			// A hold may end before the next probe is due.
 			if end := f.last.Add(m.hold << f.strikes); end.After(m.lastRead) && end.Before(next) {
 				next = end
 			}
@@ -704,7 +703,7 @@ func (m *Monitor) Due(now time.Time) time.Time {
 	return next
 }
 
-// Records returns the memory to be kept over a restart, sorted.
+// Records returns all faults, sorted, for the state file.
 func (m *Monitor) Records() []Record {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -726,14 +725,14 @@ func (m *Monitor) Records() []Record {
 	return all
 }
 
-// Restore takes in what an earlier process knew; it is for a Monitor that has
-// seen nothing yet. sameBoot is false where the machine is known to have been started anew
-// since, which is a reset of every GPU: then only what that may not have repaired is kept.
+// Restore adds the records of an earlier process. Call it before anything else is added.
+// sameBoot is false if the machine was started again since: that resets every GPU, so only
+// faults that a reboot may not repair are kept.
 //
-// A record without a GPU is dropped. One with a class that this version does not
-// know becomes an unknown fault of the whole GPU: it is withdrawn for a minute rather
-// than offered although a newer version had found it faulty. The GPU of a record is known from now
-// on, so if the driver does not list it, it is lost.
+// A record without a GPU is dropped. A record with a class that this version does not know
+// becomes an unknown fault of the whole GPU. The GPU is then withdrawn for a minute, since a
+// newer version found it faulty. The GPU of a record is known from then on: if the driver does
+// not list it, it is lost.
 func (m *Monitor) Restore(records []Record, sameBoot bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -751,26 +750,26 @@ func (m *Monitor) Restore(records []Record, sameBoot bool) {
 		f := &fault{
 			xid: r.Xid, detail: clip(r.Detail), needs: clip(r.Needs), since: sane(r.Since), last: sane(r.Last),
 			strikes: min(max(r.Strikes, 0), maxStrikes), over: r.Over,
-			traces: traces{
+			resetSigns: resetSigns{
 				reset: r.Reset, load: clip(r.Load), asked: r.Asked, errors: r.Errors, failed: r.Failed,
 				away: r.Away, nameless: r.Nameless,
 			},
 		}
 		if !sameBoot {
-			f.traces = traces{reset: true}
+			f.resetSigns = resetSigns{reset: true}
 		}
 		if f.last.IsZero() {
 			f.last = f.since
 		}
-		k := place(r.Class, r.GI, r.CI)
+		k := faultKey(r.Class, r.GI, r.CI)
 		if old := g.faults[k]; old == nil || old.over && !f.over {
 			g.faults[k] = f
 		}
 	}
 }
 
-// sane returns a time that can be written again: one of a year that JSON cannot
-// hold, in UTC, is no time.
+// sane returns a time in UTC that can be written as JSON. A year that JSON cannot hold gives
+// the zero time.
 func sane(t time.Time) time.Time {
 	t = t.UTC()
 	if t.Year() < 1 || t.Year() > 9999 {

@@ -4,31 +4,29 @@ package health
 
 import "slices"
 
-// Class is what kind of fault a GPU has; it decides what is affected and what
-// recovers it. The strings are stable: they are label values of a metric and
-// are written to the state file.
+// Class is the kind of a fault. It decides what the fault affects and what ends it. The strings
+// are stable: they are label values of a metric, and are in the state file.
 type Class string
 
 // Classes, worst first.
 const (
-	// ClassLost: the GPU does not answer, or is not listed any more.
+	// ClassLost: the GPU does not answer, or is not listed.
 	ClassLost Class = "lost"
 	// ClassRemapFailed: the card has no spare row left for a broken one.
 	ClassRemapFailed Class = "remap-failed"
 	// ClassMemory: memory errors that the card could not confine.
 	ClassMemory Class = "memory"
-	// ClassRecovery: the driver itself says that something must be done.
+	// ClassRecovery: the driver itself asks for a recovery action.
 	ClassRecovery Class = "recovery"
 	// ClassFirmware: a processor on the card has stopped or misbehaves.
 	ClassFirmware Class = "firmware"
-	// ClassLink: NVLink, or the link to the CPU.
+	// ClassLink: an error of NVLink, or of the link to the CPU.
 	ClassLink Class = "link"
-	// ClassEngine: an engine of the GPU, or what drives it, failed, or what is wrong does
-	// no harm.
+	// ClassEngine: an engine of the GPU or its program failed, or the error does no harm.
 	ClassEngine Class = "engine"
 	// ClassContained: a memory error that hit only the programs that used that memory.
 	ClassContained Class = "contained"
-	// ClassUnknown: an Xid that the table does not have.
+	// ClassUnknown: an Xid that is not in the table.
 	ClassUnknown Class = "unknown-xid"
 	// ClassUnreadable: the driver answers, but with an error for this GPU.
 	ClassUnreadable Class = "unreadable"
@@ -36,7 +34,7 @@ const (
 	ClassDriver Class = "driver"
 )
 
-// What an operator has to do; Verdict.Needs.
+// What an operator has to do: values of Verdict.Needs.
 const (
 	NeedsNothing = ""
 	NeedsReset   = "reset"
@@ -48,13 +46,13 @@ const (
 // rule is how a class behaves.
 type rule struct {
 	class Class
-	// instance: a fault that names a MIG instance concerns that one alone.
+	// instance is true if a fault that names a MIG instance affects only that instance.
 	instance bool
-	// reset: quiet is not enough, the GPU must have been reset since.
+	// reset is true if the fault ends only after a reset of the GPU.
 	reset bool
-	// proof: the figures must have gone back as well.
+	// proof is true if the figures must be back as well.
 	proof bool
-	// boot: a reboot does not repair it, so it is remembered over one.
+	// boot is true if a reboot does not repair the fault, so that it is kept over one.
 	boot bool
 }
 
@@ -73,16 +71,16 @@ var rules = []rule{
 	{class: ClassDriver},
 }
 
-// rank returns a class's place in rules, -1 for an unknown class.
+// rank returns a class's index in rules, or -1 for an unknown class.
 func rank(c Class) int {
 	return slices.IndexFunc(rules, func(r rule) bool { return r.class == c })
 }
 
-// DefaultIgnored are the Xids that an application causes, which say nothing of
-// the card: the ones that NVIDIA's device plugin leaves out, too.
+// DefaultIgnored are the Xids that applications cause. They show nothing about the card.
+// NVIDIA's device plugin ignores the same ones.
 var DefaultIgnored = []uint64{13, 31, 43, 45, 68, 109}
 
-// meaning is what the table says of an Xid.
+// meaning is the table's entry for an Xid.
 type meaning struct {
 	class Class
 	what  string // a clause without a full stop
@@ -96,9 +94,22 @@ const (
 	doRestart = "restart the application; if it comes again, run the field diagnostics"
 )
 
-// xids is the table of driver errors.
-// The first six concern the card only where an operator has taken them
-// off the ignored list.
+// xids is the table of driver errors. The first six affect a card only if an operator has taken
+// them off the ignored list.
+//
+// The names are meant as those of NVIDIA's Xid catalogue ("XID Errors"), in this package's
+// words; where they differ, trust the catalogue. The class of an Xid, what it asks of the
+// operator, what it affects and how long to wait are this package's own decisions. NVIDIA's
+// documents give:
+//
+//   - 48, 63 and 64 are the three Xids of page retirement ("Dynamic Page Retirement").
+//   - The errors of 121 are corrected and do no harm; a reset, at a time that suits, trains the
+//     link anew ("XID Errors").
+//   - Xid 154 reports each change of the recovery action, also to none.
+//   - While a remap is pending, unaffected applications run on and new ones start; and what each
+//     recovery action asks for ("GPU Memory Error Management", error recovery and response flags).
+//   - A failed remap stays set once there was one, and remap figures cannot be read while a GPU has
+//     MIG instances (NVML's nvmlDeviceGetRemappedRows).
 var xids = map[uint64]meaning{
 	13:  {ClassEngine, "graphics engine exception, as an application's bad access causes", doRestart, NeedsNothing},
 	31:  {ClassEngine, "GPU memory page fault, as an application's bad pointer causes", doRestart, NeedsNothing},
@@ -128,11 +139,11 @@ var xids = map[uint64]meaning{
 	140: {ClassMemory, "unrecovered ECC error", doReset, NeedsReset},
 	143: {ClassFirmware, "the GPU could not be initialised", doReset, NeedsReset},
 	149: {ClassLink, "NVLink 5 error", doReset, NeedsReset},
-	154: {ClassRecovery, "the driver says that the GPU needs recovery",
+	154: {ClassRecovery, "the driver reports that the GPU needs recovery",
 		"see which with nvidia-smi -q (GPU Recovery Action), then do it", NeedsReset},
 }
 
-// meaningOf returns what the table says, or that it says nothing.
+// meaningOf returns the table's entry, or that of an unknown Xid.
 func meaningOf(xid uint64) meaning {
 	if m, ok := xids[xid]; ok {
 		return m

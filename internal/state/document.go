@@ -14,51 +14,51 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Version is the version of both files that this package writes.
+// Version is the version of the files that this package writes.
 const Version = 1
 
-// Document is what the agent remembers beside its allocations.
+// Document is the agent's state without its allocations.
 type Document struct {
-	// Boot is the boot of the machine that the rest was seen in.
+	// Boot is the ID of the machine's boot; the rest was seen since that boot.
 	Boot string `json:"boot,omitempty"`
-	// GPUs is the inventory last seen. Save leaves MIG profiles out: the driver
-	// tells them again, and they are most of an inventory's bytes.
+	// GPUs is the inventory last seen. Save leaves out MIG profiles: the driver reports them
+	// again, and they are most of an inventory's bytes.
 	GPUs []gpu.Device `json:"gpus,omitempty"`
-	// Faults is the health monitor's memory.
+	// Faults are the records of the health monitor.
 	Faults []health.Record `json:"faults,omitempty"`
 	// Cordoned are the GPUs that an operator keeps new pods off.
 	Cordoned []gpu.UUID `json:"cordoned,omitempty"`
-	// Layouts are what is listed to the kubelet.
+	// Layouts are the layouts that are listed to the kubelet.
 	Layouts []Layout `json:"layouts,omitempty"`
-	// TimeSlices is what the agent last set, by GPU.
+	// TimeSlices are the time slices that the agent last set, by GPU.
 	TimeSlices map[gpu.UUID]gpu.TimeSlice `json:"timeSlices,omitempty"`
-	// Made are the MIG instances that the agent has made or taken over, and those
-	// that it was about to make.
+	// Made are the MIG instances that the agent has made or taken over, and those that it was
+	// about to make.
 	Made []Made `json:"made,omitempty"`
 }
 
-// Made is a MIG instance by its place, which is all that tells it from others: its
-// UUID and numbers may come back when another one is made there.
+// Made is a MIG instance, identified only by its place: another instance that is made there may
+// have the same UUID and IDs.
 type Made struct {
 	GPU gpu.UUID `json:"gpu"`
 	mig.Placement
 }
 
-// Layout is how a GPU is divided: the way in force, whose Until is zero, or a former one
-// whose devices are still listed.
+// Layout is a layout of a GPU. Until is zero for the layout in force. For a former one, whose
+// devices are still listed, it is the time at which they leave the list.
 type Layout struct {
 	GPU gpu.UUID `json:"gpu"`
 	plan.Past
 }
 
-// file is state.json. It has no newline at its end, so that a truncated file is never
+// file is the content of state.json. It does not end in a newline, so a truncated file is never
 // valid.
 type file struct {
 	Version int `json:"version"`
 	Document
 }
 
-// encodeDocument returns it in one line.
+// encodeDocument returns d as one line of JSON, without MIG profiles.
 func encodeDocument(d Document) ([]byte, error) {
 	d.GPUs = slices.Clone(d.GPUs)
 	for i := range d.GPUs {
@@ -71,7 +71,7 @@ func encodeDocument(d Document) ([]byte, error) {
 	return data, nil
 }
 
-// errNewer is for what a newer agent has written.
+// errNewer is the version of a file that a newer agent has written.
 type errNewer int
 
 func (v errNewer) Error() string {

@@ -20,25 +20,24 @@ import (
 
 // Allocation is what Allocate has granted to a container.
 type Allocation struct {
-	// Key names the allocation: two records with one key are of the same devices.
+	// Key identifies the allocation. Two records with one key are of the same devices.
 	Key string `json:"key"`
 	ledger.Record
-	// Allocated is when the last Allocate of the devices was answered.
+	// Allocated is the time at which the last Allocate of the devices was answered.
 	Allocated time.Time `json:"allocated"`
 }
 
-// valid reports whether an allocation says what it must.
+// valid reports whether an allocation has its required fields.
 func (c *Allocation) valid() bool {
 	return c.Key != "" && c.Resource != "" && len(c.Grants) > 0 && utf8.ValidString(c.Key) &&
 		utf8.ValidString(c.Resource)
 }
 
-// A line is "v<version> <checksum> <payload>\n". The checksum, 8 hexadecimal
-// digits of CRC-32C, is over all but itself. That much stays the same in every
-// version; the payload of version 1 is a Allocation in JSON, which has no newline and
-// of which no beginning is JSON.
+// A line is "v<version> <checksum> <payload>\n". The checksum is CRC-32C of the version and the
+// payload, as 8 hexadecimal digits. That much is the same in every version. In version 1 the
+// payload is an Allocation in JSON. It has no newline, and a truncated payload is not JSON.
 
-// castagnoli is made when the first line is: a start has no time to lose.
+// castagnoli is made for the first line, since a start must be quick.
 var castagnoli = sync.OnceValue(func() *crc32.Table { return crc32.MakeTable(crc32.Castagnoli) })
 
 const sumDigits = 8
@@ -47,7 +46,8 @@ func checksum(version, payload []byte) uint32 {
 	return crc32.Update(crc32.Checksum(version, castagnoli()), castagnoli(), payload)
 }
 
-// encodeLine refuses an allocation that would not come back as it is.
+// encodeLine returns an allocation's line. It fails if the allocation would not be read back as
+// it is.
 func encodeLine(c Allocation) ([]byte, error) {
 	if !c.valid() {
 		return nil, fmt.Errorf("allocation %q of %q: want a key, a resource and grants, of valid UTF-8: %w",
@@ -62,17 +62,16 @@ func encodeLine(c Allocation) ([]byte, error) {
 	return fmt.Appendf(nil, "%s %0*x %s\n", version, sumDigits, checksum(version, payload), payload), nil
 }
 
-// journal is what a journal's bytes say.
+// journal is the content of a journal.
 type journal struct {
-	// lines is the whole lines of this version, each with its newline.
+	// lines are the whole lines of this version, each with its newline.
 	lines []string
-	// allocations is what the lines say, oldest first; of several lines for the same
-	// devices only the last counts.
+	// allocations are those of the lines, oldest first. Of several lines for the same devices,
+	// only the last counts.
 	allocations []Allocation
 	// dropped counts lines that are torn, damaged or of no known version.
 	dropped int
-	// open says that the last line has no newline, so that whatever is appended
-	// must bring one.
+	// open is true if the last line has no newline. The next line must then begin with one.
 	open bool
 	// newer is the highest version found above Version, else 0.
 	newer int
@@ -83,7 +82,7 @@ func decodeJournal(data []byte) journal {
 	for raw := range bytes.Lines(data) {
 		raw = bytes.TrimSuffix(raw, []byte("\n"))
 		if len(raw) == 0 {
-			continue // A newline that ends a torn line, after which there was none.
+			continue // A newline that was written to end a torn line.
 		}
 		version, payload, ok := checkLine(raw)
 		var c Allocation
@@ -101,7 +100,7 @@ func decodeJournal(data []byte) journal {
 	return j
 }
 
-// checkLine is not ok with a line whose checksum is not its own.
+// checkLine splits a line. ok is false if the line's checksum is wrong.
 func checkLine(raw []byte) (version int, payload []byte, ok bool) {
 	v, rest, _ := bytes.Cut(raw, []byte(" "))
 	sum, payload, _ := bytes.Cut(rest, []byte(" "))

@@ -15,12 +15,13 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// What pkg/gpu/nvml installs: hooks/<16 digits>/nvidia-cdi-hook, and while it
-// does, .nvidia-cdi-hook.<random>.tmp beside it; and what it remembers of that.
+// hooksDir is where pkg/gpu/nvml installs hook programs: hooks/<16 digits>/nvidia-cdi-hook.
+// During installation there is .nvidia-cdi-hook.<random>.tmp beside it. A note of the
+// installation is in hooks/ itself.
 const hooksDir = "hooks"
 
-// capDir is where pkg/memcap/lib installs libraries, in directories named by
-// content, and keeps the limit pages of allocations.
+// capDir is where pkg/memcap/lib installs libraries, in directories named by their content, and
+// keeps the limit pages of allocations.
 const capDir = "cap"
 
 // usageDir is where internal/usage/segments keeps the usage journal.
@@ -32,13 +33,12 @@ var (
 	hookNote = regexp.MustCompile(`^(installed|\.installed\.tmp)$`)
 )
 
-// Remove removes what agents of any version have made in dir: its
-// files, its hook programs, the directories of those, and dir itself where it is
-// empty then. Everything else stays. A directory that is not there is a success.
-// The error wraps gpu.ErrInUse while an agent works with it.
+// Remove removes what agents of any version have made in dir: its files, its hook programs,
+// their directories, and dir itself if it is empty then. Everything else stays. A missing dir
+// is a success. The error wraps gpu.ErrInUse while an agent works with dir.
 //
-// Containers that were created for an allocation need the hook programs when they are
-// created again: remove only when nothing holds a device.
+// A container needs the hook programs when it is created again. So call Remove only when no
+// container holds a device.
 func Remove(dir string) error {
 	if !filepath.IsAbs(dir) {
 		return fmt.Errorf("remove the state in %q: the path must be absolute: %w", dir, gpu.ErrInvalid)
@@ -80,7 +80,7 @@ func Remove(dir string) error {
 	r.socket(temporary(Socket))
 	r.tree(capDir)
 	r.tree(usageDir)
-	// In a container dir is a mount, and what it is mounted on is read-only.
+	// In a container, dir is a mount point in a read-only directory.
 	if err := os.Remove(dir); err != nil && !stays(err) && !errors.Is(err, unix.EROFS) {
 		r.failed(err)
 	}
@@ -99,13 +99,13 @@ func (r *remover) failed(err error) {
 	}
 }
 
-// isDir follows no link.
+// isDir reports whether name is a directory; it follows no link.
 func (r *remover) isDir(name string) bool {
 	info, err := r.root.Lstat(name)
 	return err == nil && info.IsDir()
 }
 
-// socket removes a socket, at which nobody listens any more: the directory is locked.
+// socket removes a socket. No agent listens there, since the directory is locked.
 func (r *remover) socket(name string) {
 	info, err := r.root.Lstat(name)
 	if err == nil && info.Mode().Type() == fs.ModeSocket {
@@ -114,7 +114,7 @@ func (r *remover) socket(name string) {
 	r.failed(err)
 }
 
-// plain removes a regular file; anything else of that name is not the agent's.
+// plain removes a regular file. Anything else of that name is not the agent's.
 func (r *remover) plain(name string) {
 	info, err := r.root.Lstat(name)
 	if err == nil && info.Mode().IsRegular() {
@@ -123,8 +123,8 @@ func (r *remover) plain(name string) {
 	r.failed(err)
 }
 
-// tree removes a directory that is the agent's as a whole: its regular files, and
-// the directories that are empty then.
+// tree removes a directory that is all the agent's: its regular files, and the directories that
+// are empty then.
 func (r *remover) tree(name string) {
 	for _, d := range r.list(name) {
 		path := filepath.Join(name, d.Name())
@@ -137,7 +137,7 @@ func (r *remover) tree(name string) {
 	r.empty(name)
 }
 
-// empty removes a directory in which nothing is left.
+// empty removes a directory if it is empty.
 func (r *remover) empty(name string) {
 	if !r.isDir(name) {
 		return
@@ -162,7 +162,7 @@ func (r *remover) list(name string) []fs.DirEntry {
 	return entries
 }
 
-// stays is why a directory may well stay: something else lies in it, or it is a
+// stays reports whether an error means that a directory may remain: it is not empty, or it is a
 // mount point.
 func stays(err error) bool {
 	return errors.Is(err, unix.ENOTEMPTY) || errors.Is(err, unix.EEXIST) || errors.Is(err, unix.EBUSY)

@@ -27,20 +27,20 @@ const (
 	badFile      = "state.json.bad"
 	journalFile  = "allocations.journal"
 
-	// Socket is the name of the agent's socket in the directory, at which commands ask it.
+	// Socket is the name of the agent's socket in the directory. Commands ask the agent there.
 	Socket = "agent.sock"
 
 	fileMode = 0o600
-	// dirMode lets hook programs be run by a runtime in a user namespace.
+	// dirMode lets a runtime in a user namespace run the hook programs.
 	dirMode = 0o711
 )
 
 func temporary(name string) string { return "." + name + ".tmp" }
 
-// files is every file of this package.
+// files lists the files of this package.
 var files = []string{documentFile, badFile, journalFile, temporary(documentFile), temporary(journalFile)}
 
-// Store is the agent's directory, locked until Close. It is for one goroutine.
+// Store is the agent's directory. It is locked until Close, and for one goroutine.
 type Store struct {
 	dir  string
 	root *os.Root
@@ -48,23 +48,23 @@ type Store struct {
 
 	document    Document     // as found
 	allocations []Allocation // as found
-	// saved is what the document's file said when Save looked last, in one line; info is nil
-	// before that.
+	// saved is the document's file when Save looked last: its content in one line, and its
+	// info, which is nil before that.
 	saved struct {
 		line []byte
 		info fs.FileInfo
 	}
 
 	journal *os.File
-	lines   []string // the whole lines of journal, in its order
-	open    bool     // journal does not end in a newline
+	lines   []string // the journal's whole lines, in order
+	open    bool     // the journal does not end in a newline
 }
 
-// retry is how often Wait tries the directory.
+// retry is the time between two tries of Wait.
 const retry = 200 * time.Millisecond
 
-// Wait is Open that waits, until ctx ends, for another process that has the
-// directory: the agent before this one may still be ending.
+// Wait calls Open until the directory is free or ctx ends: the agent before this one may still
+// be ending.
 func Wait(ctx context.Context, dir string, log *slog.Logger) (*Store, error) {
 	for said := false; ; said = true {
 		store, err := Open(dir, log)
@@ -82,13 +82,13 @@ func Wait(ctx context.Context, dir string, log *slog.Logger) (*Store, error) {
 	}
 }
 
-// Open makes the directory if it is missing, locks it, removes what a killed
-// predecessor left half done and reads the two files. dir must be absolute.
+// Open makes the directory if it is missing, locks it, removes temporary files of a killed
+// agent, and reads the two files. dir must be absolute.
 //
-// The error wraps gpu.ErrInUse while another process has the directory. A file
-// of a newer version is refused, with nothing changed; a state.json that cannot
-// be understood is put aside with a warning, and what it said is forgotten; so
-// is what damaged lines of the journal said.
+// The error wraps gpu.ErrInUse while another process has the directory. Open also fails, and
+// changes nothing, if a file is of a newer version. If it cannot read state.json, it logs a
+// warning, renames the file, and starts with an empty document. Damaged lines of the journal
+// are left out.
 func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 	if !filepath.IsAbs(dir) {
 		return nil, fmt.Errorf("open state directory %q: the path must be absolute: %w", dir, gpu.ErrInvalid)
@@ -154,8 +154,8 @@ func Open(dir string, log *slog.Logger) (_ *Store, err error) {
 	return s, nil
 }
 
-// lock opens the directory and takes its lock, which is the directory's own: no
-// file has to lie there for it, and it ends with the process.
+// lock opens the directory and takes its lock. The lock is the directory's own: it needs no
+// file, and ends with the process.
 func lock(dir string) (*os.Root, *os.File, error) {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
@@ -175,7 +175,7 @@ func lock(dir string) (*os.Root, *os.File, error) {
 	return root, f, nil
 }
 
-// tidy removes temporary files and the write permission of others.
+// tidy removes temporary files, and takes from others the permission to write.
 func (s *Store) tidy() error {
 	for _, name := range []string{temporary(documentFile), temporary(journalFile)} {
 		if err := s.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -194,14 +194,14 @@ func (s *Store) tidy() error {
 	return nil
 }
 
-// Document is what was found at Open; zero where there was nothing.
+// Document returns the document that Open found; zero if there was none.
 func (s *Store) Document() Document { return s.document }
 
-// Allocations is the allocations found at Open, oldest first, each set of devices once.
+// Allocations returns the allocations that Open found, oldest first, each set of devices once.
 func (s *Store) Allocations() []Allocation { return slices.Clone(s.allocations) }
 
-// Save makes d what the next Open finds. Where it does already, nothing is
-// written; where writing fails, the old document stands.
+// Save writes d for the next Open. It writes nothing if the file has d already. If writing
+// fails, the old document remains.
 func (s *Store) Save(d Document) error {
 	line, err := encodeDocument(d)
 	if err != nil {
@@ -213,7 +213,7 @@ func (s *Store) Save(d Document) error {
 	}
 	if now := s.saved.info; info != nil && now != nil && bytes.Equal(line, s.saved.line) &&
 		os.SameFile(info, now) && info.Size() == now.Size() && info.ModTime().Equal(now.ModTime()) {
-		return nil // every round asks
+		return nil // every round calls Save
 	}
 	var data bytes.Buffer
 	if err := json.Indent(&data, line, "", "  "); err != nil {
@@ -230,8 +230,8 @@ func (s *Store) Save(d Document) error {
 	return err
 }
 
-// Append adds an allocation. It is one write, with no flush. After an error the allocation may or may
-// not be in the journal, and no other one is harmed.
+// Append adds an allocation with one write, and does not flush it. After an error the
+// allocation may or may not be in the journal; the others are unharmed.
 func (s *Store) Append(c Allocation) error {
 	line, err := encodeLine(c)
 	if err != nil {
@@ -250,8 +250,8 @@ func (s *Store) Append(c Allocation) error {
 	return nil
 }
 
-// Keep makes the journal hold these allocations and no others. Where it does already, it is
-// not written.
+// Keep replaces the journal's allocations by these. It writes nothing if the journal has them
+// already.
 func (s *Store) Keep(allocations []Allocation) error {
 	var want []string
 	for _, c := range allocations {
@@ -263,7 +263,7 @@ func (s *Store) Keep(allocations []Allocation) error {
 	}
 	slices.Sort(want)
 	want = slices.Compact(want)
-	if s.stands() && slices.Equal(slices.Sorted(slices.Values(s.lines)), want) {
+	if s.intact() && slices.Equal(slices.Sorted(slices.Values(s.lines)), want) {
 		return nil
 	}
 	var journal *os.File
@@ -276,14 +276,14 @@ func (s *Store) Keep(allocations []Allocation) error {
 		}
 		return err
 	}
-	_ = s.journal.Close() // Its file is gone; nothing was left to be written.
+	_ = s.journal.Close() // Its file is replaced, and nothing was left to be written.
 	s.journal, s.lines, s.open = journal, want, false
 	return nil
 }
 
-// stands reports whether the journal is still at its name and ends in a whole line:
-// somebody may have removed it.
-func (s *Store) stands() bool {
+// intact reports whether the journal is still at its name and ends in a whole line. It may have
+// been removed.
+func (s *Store) intact() bool {
 	here, err := s.journal.Stat()
 	if err != nil || s.open {
 		return false
@@ -309,8 +309,8 @@ func (s *Store) Close() error {
 	return nil // closed before
 }
 
-// put replaces a file. whole is called before, when all of it is written under
-// its temporary name.
+// put replaces a file. It calls whole once the text is written under the temporary name, before
+// the rename.
 func (s *Store) put(name, text string, whole func() error) error {
 	temp := temporary(name)
 	if _, err := s.lstat(temp); err != nil {
@@ -327,7 +327,8 @@ func (s *Store) put(name, text string, whole func() error) error {
 	return nil
 }
 
-// lstat is nil where nothing is, and refuses what is not a regular file.
+// lstat returns the info of a regular file, or nil if there is none. It fails for anything else
+// of that name.
 func (s *Store) lstat(name string) (fs.FileInfo, error) {
 	info, err := s.root.Lstat(name)
 	switch {
@@ -342,7 +343,7 @@ func (s *Store) lstat(name string) (fs.FileInfo, error) {
 	return info, nil
 }
 
-// read is nil where nothing is.
+// read returns a file's content, or nil if there is no file.
 func (s *Store) read(name string) ([]byte, error) {
 	info, err := s.lstat(name)
 	if info == nil {

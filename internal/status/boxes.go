@@ -10,7 +10,7 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// box is a NUMA node and the devices on it.
+// box is a NUMA node with its devices, as the drawing shows it.
 type box struct {
 	title, cpus string
 	switches    []pciSwitch
@@ -83,7 +83,8 @@ func boxes(m *topology.Matrix) []box {
 	return out
 }
 
-// groups gives the same number to all devices behind one PCIe switch of a NUMA node.
+// groups returns a group number for each device. Devices of a NUMA node that are behind one
+// PCIe switch have the same number.
 func groups(m *topology.Matrix, numa []int) []int {
 	group := make([]int, len(numa))
 	for i := range group {
@@ -103,14 +104,14 @@ func groups(m *topology.Matrix, numa []int) []int {
 	return group
 }
 
-// near reports whether two devices reach each other without the processor.
+// near reports whether two devices reach each other without going through the processor.
 func near(m *topology.Matrix, i, j int) bool {
 	c := cellAt(m, i, j)
 	return c == "PIX" || c == "PXB"
 }
 
-// onSwitch reports whether two GPUs that NVLink joins are near each other on the PCI
-// bus as well. Their cell does not say that; a network card that is near both does.
+// onSwitch reports whether two GPUs that NVLink joins are also behind one PCIe switch. Their
+// own cell shows NVLink, so onSwitch looks for a network card that is near both.
 func onSwitch(m *topology.Matrix, i, j int) bool {
 	if i >= len(m.GPUs) || j >= len(m.GPUs) || means(cellAt(m, i, j)) != legend[0] {
 		return false

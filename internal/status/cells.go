@@ -8,15 +8,15 @@ import (
 	"unicode/utf8"
 )
 
-// mig writes a GPU's memory slices as a row of cells, then a line for each device that
-// exists or is held, then the placements that are free.
+// mig writes a GPU's memory slices as a row of cells, then a line for each device that exists
+// or is held, then the free placements.
 func (p *printer) mig(m *MIG, devices []tenant) {
 	if m.Work != "" {
 		p.wrapped(indent, yellow, "now: "+m.Work)
 	}
 	p.cells(m)
 	p.placements(devices)
-	if free := couldStand(m); free != "" {
+	if free := freePlacements(m); free != "" {
 		p.wrapped(indent, faint, "could be made: "+free)
 	}
 }
@@ -91,7 +91,7 @@ func (p *printer) placements(devices []tenant) {
 	}
 	widths := widths(rows)
 	widths[0], widths[1] = min(widths[0], 20), min(widths[1], 8)
-	// If nobody holds the device, a short reason goes into the holder's column.
+	// If the device has no holder, a short reason goes into the holder's column.
 	room := p.Width - len(indent) - widths[0] - widths[1] - widths[3] - 6
 	for i, row := range rows {
 		if n := utf8.RuneCountInString(reasons[i]); row[2] == "" && n <= room {

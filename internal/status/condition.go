@@ -18,11 +18,11 @@ type Condition struct {
 	// Subject is a GPU's UUID, a device's ID, a resource's or a driver's name, an
 	// allocation's key, or a claim as "namespace/name"; empty for the node.
 	Subject string `json:"subject,omitempty"`
-	// Since is when it was first seen.
+	// Since is the time at which the condition was first seen.
 	Since time.Time `json:"since,omitzero"`
 }
 
-// Cause says why something is as it is. As an error it has Message as its text.
+// Cause is a reason with its message. As an error its text is Message.
 type Cause struct {
 	Reason  Reason `json:"reason"`
 	Message string `json:"message"`
@@ -31,7 +31,7 @@ type Cause struct {
 // Why returns a cause with a message for people.
 func Why(r Reason, format string, args ...any) Cause { return Cause{r, fmt.Sprintf(format, args...)} }
 
-// Condition is the cause as a fact about a subject.
+// Condition returns a condition with this cause.
 func (c Cause) Condition(kind Type, subject string) Condition {
 	return Condition{Type: kind, Cause: c, Subject: subject}
 }
@@ -55,7 +55,7 @@ type failure struct {
 func (f *failure) Unwrap() error { return f.error }
 func (f *failure) code() Reason  { return f.reason }
 
-// CauseOf is an error as a cause. other is the reason of one that has none.
+// CauseOf returns an error as a cause. The reason is other if the error has none.
 func CauseOf(err error, other Reason) Cause {
 	var f interface{ code() Reason }
 	if errors.As(err, &f) {
@@ -64,27 +64,27 @@ func CauseOf(err error, other Reason) Cause {
 	return Cause{other, err.Error()}
 }
 
-// Type says what kind of fact a condition is.
+// Type is the kind of a condition.
 type Type string
 
 // Types of conditions.
 const (
-	Invalid   Type = "Invalid"   // what was configured last is not in force
-	Failed    Type = "Failed"    // something went wrong, and is tried again
-	Refused   Type = "Refused"   // a GPU cannot be what is wanted, whoever holds it
+	Invalid   Type = "Invalid"   // the latest configuration is not in force
+	Failed    Type = "Failed"    // something failed, and is tried again
+	Refused   Type = "Refused"   // a GPU cannot be laid out as wanted, even without holders
 	Blocked   Type = "Blocked"   // a change waits for holders to end
 	Pending   Type = "Pending"   // a change is under way, or waits for something else
 	Unhealthy Type = "Unhealthy" // a GPU or a MIG instance has a fault
-	Waiting   Type = "Waiting"   // a container that was given devices may not start yet, or a claim never
-	Leaving   Type = "Leaving"   // a MIG device is withdrawn, or goes when its holder ends
+	Waiting   Type = "Waiting"   // an allocated container may not start yet, or a claim can never be prepared
+	Leaving   Type = "Leaving"   // a MIG device is withdrawn, or is removed when its holder ends
 	Noted     Type = "Noted"     // a remark; nothing waits for it
 )
 
-// Types is every Type, the gravest first.
+// Types lists every Type, the gravest first.
 var Types = []Type{Invalid, Failed, Refused, Blocked, Pending, Unhealthy, Waiting, Leaving, Noted}
 
-// SortConditions puts the gravest first, and gives those that were there before the
-// time at which they were first seen. The others have begun now, unless they say when.
+// SortConditions sorts conditions, the gravest first. A condition that is also in before keeps
+// its first time. Any other without a time begins now.
 func SortConditions(of, before []Condition, now time.Time) {
 	type fact struct {
 		Type

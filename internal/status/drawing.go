@@ -27,13 +27,12 @@ const (
 	tilePitch            = 46 // from one GPU to the next
 )
 
-// drawing is the picture of a node: its NUMA nodes, one below the other, the GPUs and
-// network cards on each with the PCIe switches that they share, and the NVLinks. From
-// left to right are network cards, switches, GPUs and NVLinks. It is narrow enough for
-// a telephone.
+// drawing is the picture of a node. Its NUMA nodes are one below the other. Each shows, from
+// left to right, network cards, the PCIe switches that they share with GPUs, GPUs and NVLinks.
+// It is narrow enough for a telephone.
 type drawing struct {
 	Width, Height int
-	Words         string // the same, for screen readers
+	Words         string // a description for screen readers
 	Groups        []group
 
 	m      *topology.Matrix
@@ -46,10 +45,10 @@ type drawing struct {
 	linked              int // width of the arcs
 }
 
-// group is a part of a drawing. It is painted in the order of the fields.
+// group is a part of a drawing. Its fields are painted in their order here.
 type group struct {
 	Class  string
-	Card   *link // where it leads, instead of a Class; nil if it is no link
+	Card   *link // the card that the group links to; nil if Class is set
 	Title  string
 	Rects  []rect
 	Paths  []path
@@ -82,7 +81,7 @@ func (d *drawing) key() string {
 	return strings.Join(out, " ")
 }
 
-// linkNotes says in words how GPUs and network cards are connected.
+// linkNotes describes in words how GPUs and network cards are connected.
 func linkNotes(m *topology.Matrix) []note {
 	var out []note
 	add := func(tone, format string, args ...any) {
@@ -125,7 +124,7 @@ func linkNotes(m *topology.Matrix) []note {
 	return out
 }
 
-// evenly returns the number of NVLink lanes between any two GPUs of a set; 0 if they
+// evenly returns the number of NVLink lanes between any two GPUs of a set; 0 if the pairs
 // differ.
 func evenly(m *topology.Matrix, set []int) int {
 	word := ""
@@ -150,7 +149,7 @@ func lanes(cell string) int {
 	return n
 }
 
-// newDrawing draws a matrix. known are the GPUs that the node's status has, by UUID.
+// newDrawing draws a matrix. known has the GPUs of the node's status, by UUID.
 func newDrawing(m *topology.Matrix, known map[string]tile) *drawing {
 	d := &drawing{m: m, known: known, middle: map[int]int{}, boxes: boxes(m)}
 	d.measure()
@@ -180,7 +179,7 @@ func newDrawing(m *topology.Matrix, known map[string]tile) *drawing {
 	return d
 }
 
-// measure sets all positions from left to right.
+// measure sets all horizontal positions.
 func (d *drawing) measure() {
 	nics, switches := false, false
 	for _, b := range d.boxes {
@@ -200,7 +199,7 @@ func (d *drawing) measure() {
 	d.right = d.tiles + tileWide + boxPad
 }
 
-// spread sets all positions from top to bottom.
+// spread sets all vertical positions.
 func (d *drawing) spread() {
 	at := edge
 	for i := range d.boxes {
@@ -227,15 +226,15 @@ func (d *drawing) spread() {
 	d.Height = at - boxGap + edge
 }
 
-// perRow is how many network cards that are near no GPU fit into one row.
+// perRow returns how many network cards without a near GPU fit into one row.
 func (d *drawing) perRow() int { return max((d.right-2*boxPad)/apartWide, 1) }
 
-// arc is a direct NVLink from a to b (indexes in the matrix), and where it ends on each,
-// from top to bottom.
+// arc is a direct NVLink between the GPUs a and b (indexes in the matrix). from and to are the
+// heights at which it ends on each.
 type arc struct{ a, b, lanes, from, to int }
 
-// findArcs finds the NVLinks that do not go through a switch. Those of one GPU end
-// beside each other, in the order of their other ends.
+// findArcs finds the NVLinks that go through no switch. The ends of one GPU's links are beside
+// each other, in the order of the GPUs that they lead to.
 func (d *drawing) findArcs() {
 	ends := map[int][]int{} // GPU → the other ends
 	for i := range d.m.GPUs {
@@ -249,8 +248,8 @@ func (d *drawing) findArcs() {
 	end := func(i, other int) int {
 		n := len(ends[i])
 		gap := min(10, (tileHigh-8)/max(n-1, 1))
-		// On each side the link to the nearest GPU ends outermost, so that no two
-		// of them cross here.
+		// On each side the link to the nearest GPU ends outermost, so that no two links cross
+		// here.
 		list := ends[i]
 		left := slices.IndexFunc(list, func(j int) bool { return d.middle[j] > d.middle[i] })
 		if left < 0 {
@@ -275,7 +274,7 @@ func (d *drawing) findArcs() {
 
 func (d *drawing) switched(i int) bool { return slices.Contains(d.m.Switched, d.m.GPUs[i].Index) }
 
-// reach is how far an arc goes to the right.
+// reach returns how far an arc extends to the right, in pixels.
 func (d *drawing) reach(a arc) int {
 	const least, most = 14, 64
 	return least + (most-least)*(max(a.from, a.to)-min(a.from, a.to))/max(d.Height, 1)
@@ -351,7 +350,7 @@ func (d *drawing) box(b box) {
 	d.Groups = append(append(d.Groups, g), nics...)
 }
 
-// wire is a line between two positions at one height.
+// wire returns a horizontal line.
 func wire(from, to, y int) path { return path{Class: "wire", D: fmt.Sprintf("M%d %dH%d", from, y, to)} }
 
 // nic draws a network card at x, y.
@@ -365,7 +364,7 @@ func (d *drawing) nic(i, x, y, width int) group {
 		Labels: []label{{Class: "middle", X: x + width/2, Y: y + 15, Text: clip(n.Name, width-4)}}}
 }
 
-// nvlink is the style of a line for a number of lanes.
+// nvlink returns the style class of a line for a number of lanes.
 func nvlink(lanes int) string { return "nvlink w" + strconv.Itoa(min(1+lanes/2, 5)) }
 
 // links draws the NVLinks between GPUs, and the NVSwitch.
@@ -428,10 +427,10 @@ func laneWord(n int) string {
 // tile is a GPU in the drawing.
 type tile struct {
 	index       int
-	card        *link // nil where it has none
+	card        *link // nil if the page has no card for it
 	title       string
 	tone, state string
-	// bar draws what is taken of it, within a rectangle.
+	// bar draws what is held of the GPU, within a rectangle.
 	bar func(x, y, width, height int) []rect
 }
 
@@ -465,7 +464,7 @@ func (d *drawing) gpu(i int) {
 	})
 }
 
-// tileState is the word for a GPU in the drawing, and its tone.
+// tileState returns the word for a GPU in the drawing, and its tone.
 func tileState(g *GPU) (tone, state string) {
 	switch {
 	case g.Health != "" && g.Health != Healthy:

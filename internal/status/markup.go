@@ -7,24 +7,25 @@ import (
 	"strings"
 )
 
-// markup is a page as far as it is written. Tags come from constants alone, and every value is
-// escaped, so that no value ever becomes a tag.
+// markup is a page that is being written. Tags come only from constants, and every value is
+// escaped, so a value never becomes a tag.
 type markup struct{ b strings.Builder }
 
-// constant is markup that stands in this program. The compiler takes a literal for one, and no
-// variable of type string: a text from outside cannot become a constant by mistake.
+// constant is markup that is written in this program. The compiler converts a literal to it,
+// but not a variable of type string. So a text from outside cannot become a constant by
+// mistake.
 type constant string
 
-// hole is where a constant takes a value. It stands in text or within the double quotes of an
-// attribute. In both the same characters are escaped.
+// hole is the place of a value in a constant. It is in text, or within the double quotes of an
+// attribute. Both need the same characters escaped.
 const hole = "{}"
 
-// escaper writes what would end a text or an attribute as a reference; and the plus sign, with which
-// markup begins in UTF-7, an encoding that old browsers guess.
+// escaper escapes the characters that would end a text or an attribute. It also escapes the
+// plus sign: markup in UTF-7 begins with it, an encoding that old browsers guess.
 var escaper = strings.NewReplacer(
 	"&", "&amp;", "<", "&lt;", ">", "&gt;", `"`, "&#34;", "'", "&#39;", "+", "&#43;")
 
-// put writes a constant with a value in each of its holes. No value is searched for holes.
+// put writes a constant with a value in each of its holes. A hole within a value is plain text.
 func (m *markup) put(s constant, values ...any) {
 	rest := string(s)
 	for _, v := range values {
@@ -36,14 +37,14 @@ func (m *markup) put(s constant, values ...any) {
 	m.b.WriteString(rest)
 }
 
-// given puts a constant with one hole, if there is a value for it.
+// given writes a constant with one hole, unless the value is empty.
 func (m *markup) given(s constant, value string) {
 	if value != "" {
 		m.put(s, value)
 	}
 }
 
-// broken writes a text that may be broken into lines after each sep.
+// broken writes a text that the browser may break into lines after each sep.
 func (m *markup) broken(sep, text string) {
 	for i, part := range strings.SplitAfter(text, sep) {
 		if i > 0 {

@@ -30,10 +30,9 @@ var PagePolicy = func() string {
 		"'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 }()
 
-// WriteHTML writes the Status as a web page that is complete in itself. Ages are
-// counted to now; if it is zero they are left out. The page is XML as well as HTML,
-// and no text in the Status is taken for markup. It is drawn whole before it is written
-// to w; the error is that of w.
+// WriteHTML writes the Status as a web page that needs no other file. Ages are counted to now;
+// if it is zero, they are left out. The page is XML as well as HTML, and no text in the Status
+// becomes markup. WriteHTML draws the whole page before it writes to w, and returns w's error.
 func WriteHTML(w io.Writer, s Status, now time.Time) error {
 	var m markup
 	m.page(&s, now.UTC())
@@ -44,7 +43,7 @@ func WriteHTML(w io.Writer, s Status, now time.Time) error {
 // card is a GPU's part of the page.
 type card struct {
 	*GPU
-	At      int    // index in Status.GPUs; the element's ID has it
+	At      int    // index in Status.GPUs, also part of the element's ID
 	Tone    string // "ok", "warn" or "bad"
 	Facts   string
 	Notes   []note
@@ -52,10 +51,10 @@ type card struct {
 	Tenants []tenant // the other holders
 }
 
-// link is where a GPU's part of the page is: its index in Status.GPUs, and the GPU's own.
+// link leads to a GPU's part of the page: its index in Status.GPUs, and the GPU's own index.
 type link struct{ At, Index int }
 
-// link is the card's.
+// link returns the link to the card.
 func (c *card) link() *link { return &link{c.At, c.Index} }
 
 func newCards(s *Status, now time.Time) []*card {
@@ -66,7 +65,8 @@ func newCards(s *Status, now time.Time) []*card {
 	return cards
 }
 
-// cardLinks are the links to cards by UUID; to the first, if a UUID occurs twice.
+// cardLinks returns the links to cards by UUID. If a UUID occurs twice, the link leads to the
+// first.
 func cardLinks(cards []*card) map[string]*link {
 	out := map[string]*link{}
 	for _, c := range cards {
@@ -77,7 +77,7 @@ func cardLinks(cards []*card) map[string]*link {
 	return out
 }
 
-// tiles are the cards' in the drawing, by UUID; the first, if a UUID occurs twice.
+// tiles returns the cards' tiles in the drawing, by UUID; the first, if a UUID occurs twice.
 func tiles(cards []*card) map[string]tile {
 	out := map[string]tile{}
 	for _, c := range cards {
@@ -99,7 +99,7 @@ func newCard(s *Status, at int, now time.Time) *card {
 		c.Tone = "warn"
 	}
 	facts := []string{}
-	// Where all are of a kind the page says it once, at the top.
+	// If all GPUs are of one kind, the page names it once, at the top.
 	if slices.ContainsFunc(s.GPUs, func(o GPU) bool { return o.kind() != g.kind() }) {
 		facts = append(facts, g.Model, amount(g.MemoryMiB))
 	}
@@ -114,7 +114,7 @@ func newCard(s *Status, at int, now time.Time) *card {
 	return c
 }
 
-// kind is the same for all GPUs of a kind.
+// kind returns the GPU's model and memory, which are the same for all GPUs of a kind.
 func (g *GPU) kind() string { return join(", ", g.Model, amount(g.MemoryMiB)) }
 
 // kinds counts the kinds of GPUs: "8 × NVIDIA H100 80GB HBM3, 79.6 GiB".
@@ -133,7 +133,7 @@ func kinds(gpus []GPU) string {
 	return cmp.Or(strings.Join(kinds, "; "), "none")
 }
 
-// pageNotes returns all that needs attention on the node, the worst first.
+// pageNotes returns everything that needs attention on the node, the worst first.
 func pageNotes(s *Status, cards []*card) []note {
 	all := s.notes()
 	add := func(tone, text string, to *link) { all = append(all, note{tone, text, to}) }
@@ -176,14 +176,15 @@ func iconColor(notes []note) constant {
 	return "b97a00"
 }
 
-// nodeOffer is what all GPUs of the node offer of one resource.
+// nodeOffer is the sum of what the node's GPUs offer of one resource.
 type nodeOffer struct {
 	Offer
 	GPUs []int  // indices, sorted
 	Unit string // the size of one device, if it is an amount of memory
 }
 
-// allOffers adds up what the GPUs offer, by resource, and says whether MIG devices are among it.
+// allOffers adds up what the GPUs offer, by resource. hasMIG is true if MIG devices are among
+// it.
 func allOffers(gpus []GPU) (offers []*nodeOffer, hasMIG bool) {
 	sums := map[string]*nodeOffer{}
 	for i := range gpus {
@@ -214,7 +215,7 @@ func allOffers(gpus []GPU) (offers []*nodeOffer, hasMIG bool) {
 	}), hasMIG
 }
 
-// modeName says how a GPU is laid out, and of a whole GPU whether it is held.
+// modeName returns a GPU's layout in words. For a whole GPU it adds whether it is held.
 func modeName(g *GPU) string {
 	if g.API != "" {
 		of := *g
@@ -250,7 +251,7 @@ func modeName(g *GPU) string {
 	return string(g.Mode)
 }
 
-// segments returns the pieces of a bar: one for each holder, and what is withdrawn.
+// segments returns the pieces of a bar: one for each holder, and one for what is withdrawn.
 func (g *GPU) segments(x, y, width, height int) []rect {
 	var out []rect
 	at := 0
@@ -288,7 +289,7 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 // enough to divide any GPU instance into its compute instances.
 const cellColumns = 12
 
-// matrixRow says how one GPU or network card is connected to each of them.
+// matrixRow describes how one GPU or network card is connected to each of the others.
 type matrixRow struct {
 	Name, NUMA, CPUs string
 	Cells            []string
@@ -310,7 +311,7 @@ func newMatrix(m *topology.Matrix) []matrixRow {
 	return rows
 }
 
-// nearness is the explanation of a word in the matrix.
+// nearness explains a word in the matrix.
 type nearness struct{ Tone, Word, Means string }
 
 // legend explains all words, from near to far.
@@ -349,7 +350,7 @@ func cellAt(m *topology.Matrix, i, j int) string {
 	return ""
 }
 
-// nodeNumber writes the number of a NUMA node; it is empty if that is unknown.
+// nodeNumber returns the number of a NUMA node; it is empty if the number is unknown.
 func nodeNumber(n *int) string {
 	if n == nil || *n < 0 {
 		return ""
@@ -357,7 +358,7 @@ func nodeNumber(n *int) string {
 	return strconv.Itoa(*n)
 }
 
-// kindName says what kind a network card is, and whether it is down.
+// kindName returns the kind of a network card, and adds whether it is down.
 func kindName(n topology.MatrixNIC) string {
 	kind := cmp.Or(rdmaNames[n.Kind], string(n.Kind), "RDMA")
 	if !n.Active {

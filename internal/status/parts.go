@@ -9,14 +9,14 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// The parts of the page, in the order in which they stand there.
+// The parts of the page, in their order there.
 
-// page writes all of it.
+// page writes the whole page.
 func (m *markup) page(s *Status, now time.Time) {
 	cards := newCards(s, now)
 	notes := pageNotes(s, cards)
 	offers, hasMIG := allOffers(s.GPUs)
-	var picture *drawing // nil while it is not known how the GPUs are connected
+	var picture *drawing // nil while the connections are not known
 	var rows []matrixRow
 	if t := s.Topology; t != nil && len(t.GPUs) > 0 {
 		picture, rows = newDrawing(t, tiles(cards)), newMatrix(t)
@@ -110,7 +110,7 @@ func (m *markup) partition(p *Partition) {
 	m.put(`</dd></div>`)
 }
 
-// attention lists the notes. Where there is none it says that the GPUs are well.
+// attention lists the notes. Without notes it writes that the GPUs are well.
 func (m *markup) attention(notes []note, gpus int) {
 	if len(notes) == 0 {
 		if gpus > 0 {
@@ -198,7 +198,7 @@ func (m *markup) offers(list []*nodeOffer, hasMIG bool) {
 	}
 	m.put(`<h3 id="offers">On offer</h3>` + "\n" +
 		`<div class="scroll" role="region" aria-labelledby="offers" tabindex="0"><table class="offers">` +
-		`<caption>What pods can ask for; out is what is neither held nor to be had.`)
+		`<caption>What pods can ask for. Out counts devices that are neither held nor free.`)
 	if hasMIG {
 		m.put(` MIG devices are counted by place: free ones may exclude each other.`)
 	}
@@ -214,7 +214,7 @@ func (m *markup) offers(list []*nodeOffer, hasMIG bool) {
 	m.put("</tbody></table></div>\n")
 }
 
-// links says in words what the drawing shows; d is nil if there is none.
+// links describes the drawing in words; d is nil if there is none.
 func (m *markup) links(d *drawing) {
 	if d == nil {
 		return
@@ -260,13 +260,13 @@ func (m *markup) card(c *card) {
 		m.slots(c.Index, c.MIG)
 	}
 	m.devices(c.Index, c.Devices)
-	m.given(`<p class="fine after">Could be made: {}</p>`+"\n", couldStand(c.MIG))
+	m.given(`<p class="fine after">Could be made: {}</p>`+"\n", freePlacements(c.MIG))
 	m.tenants(c.Index, c.Tenants)
 	m.put("</article>\n")
 }
 
 // use shows how much of a GPU is held, as a bar and in words. The bar is hidden from screen
-// readers: the words beside it say the same.
+// readers, since the words have the same figures.
 func (m *markup) use(g *GPU) {
 	m.put(`<div class="use"><svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true" ` +
 		`focusable="false"><rect class="free" width="1000" height="10"/>`)
@@ -349,7 +349,7 @@ func (m *markup) who(t *tenant) {
 	m.given(` <span class="small warn">waits for the end of {}</span>`, t.Waits)
 }
 
-// memory is the cell of a container's memory; of is nil if nothing is known of it.
+// memory writes the cell of a container's memory; of is nil if nothing is known of it.
 func (m *markup) memory(of *memory) {
 	switch {
 	case of == nil:

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// label is the short name of a MIG device: "3g.40gb@4", "1c.3g.40gb@4.1".
+// label returns the short name of a MIG device: "3g.40gb@4", "1c.3g.40gb@4.1".
 func (s *Placement) label() string {
 	at := s.Profile + "@" + strconv.Itoa(s.Start)
 	if s.split() {
@@ -41,7 +41,7 @@ func (m *MIG) shown() []*Placement {
 	var out []*Placement
 	if m != nil {
 		for i := range m.Placements {
-			if s := &m.Placements[i]; s.there() || s.State == PlacementFailed {
+			if s := &m.Placements[i]; s.occupies() || s.State == PlacementFailed {
 				out = append(out, s)
 			}
 		}
@@ -49,8 +49,8 @@ func (m *MIG) shown() []*Placement {
 	return out
 }
 
-// switches says in words that the MIG mode changes at the next reset; it is empty
-// if the mode stays. m may be nil.
+// switches describes a change of the MIG mode at the next reset; it is empty if the mode stays.
+// m may be nil.
 func (m *MIG) switches() string {
 	switch {
 	case m == nil || m.Pending == nil || *m.Pending == m.Enabled:
@@ -61,21 +61,20 @@ func (m *MIG) switches() string {
 	return "MIG goes off when the GPU is reset"
 }
 
-// there reports whether the device takes up memory slices now: it exists, or somebody
-// holds it.
-func (s *Placement) there() bool {
+// occupies reports whether the device takes up memory slices now: it exists, or it is held.
+func (s *Placement) occupies() bool {
 	return s.UUID != "" || s.State != PlacementFree && s.State != PlacementCovered && s.State != PlacementFailed
 }
 
-// drawnFirst is the order of precedence between devices that cover the same memory
-// slices: during a change, a device that is being created overlaps one that is leaving.
+// drawnFirst has the states of devices in the order of their claim on the same memory slices.
+// During a change, a device that is being created can overlap one that is leaving.
 var drawnFirst = []string{
 	PlacementHeld, PlacementMaking, PlacementLeaving, PlacementForeign, PlacementWarm, PlacementFailed,
 	PlacementCovered, PlacementFree,
 }
 
-// cell is one piece of the row. It covers the columns from up to to; the first of
-// them is its border.
+// cell is one piece of the row. It covers the columns in [from, to); the first one is its
+// border.
 type cell struct {
 	from, to  int
 	start     int        // the first memory slice; -1 inside a GPU instance
@@ -85,9 +84,9 @@ type cell struct {
 // Columns is the cell's width.
 func (c cell) Columns() int { return c.to - c.from }
 
-// size is the number of memory slices; 0 if it is not known.
+// size returns the number of memory slices; 0 if it is not known.
 func (m *MIG) size() int {
-	// More than any GPU has. It bounds what a wrong Status can make us draw.
+	// No GPU has as many. This limits what a broken Status can make us draw.
 	const most = 64
 	size := m.Size
 	if size == 0 {
@@ -98,12 +97,12 @@ func (m *MIG) size() int {
 	return min(max(size, 0), most)
 }
 
-// row divides the columns among the devices; wide is the number of columns of one
-// memory slice.
+// row divides the columns among the devices; wide is the number of columns of a memory slice.
 func row(m *MIG, size, wide int) []cell {
 	var there []*Placement
 	for i := range m.Placements {
-		if s := &m.Placements[i]; s.there() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
+		s := &m.Placements[i]
+		if s.occupies() && s.Start >= 0 && s.Start < size && s.Size > 0 && s.Size <= size-s.Start {
 			there = append(there, s)
 		}
 	}
@@ -173,13 +172,13 @@ func divide(whole cell, parts []*Placement) []cell {
 	return cells
 }
 
-// Held reports whether somebody holds the device, even if the kubelet has not said who.
+// Held reports whether the device has a holder, even if the kubelet has not named it yet.
 func (s *Placement) Held() bool {
 	return s.Pod != "" || s.State == PlacementHeld || s.State == PlacementMaking
 }
 
-// holder returns the entry in g.Holders for a MIG device, which has its age; nil if
-// there is none.
+// holder returns the entry in g.Holders for a MIG device; nil if there is none. The entry has
+// the holder's age.
 func (g *GPU) holder(s *Placement) *Holder {
 	for i := range g.Holders {
 		h := &g.Holders[i]
@@ -190,8 +189,8 @@ func (g *GPU) holder(s *Placement) *Holder {
 	return nil
 }
 
-// Others returns the holders that have no MIG device: those from before the GPU was
-// put into MIG mode.
+// Others returns the holders without a MIG device: those from before the GPU was put into MIG
+// mode.
 func (g *GPU) Others() []Holder {
 	if g.MIG == nil {
 		return g.Holders
@@ -208,9 +207,9 @@ func (g *GPU) Others() []Holder {
 	})
 }
 
-// couldStand lists the free placements by profile: "1g.10gb@0,1,2 3g.40gb@0". Each of
-// them could be created now; those that overlap exclude each other. m may be nil.
-func couldStand(m *MIG) string {
+// freePlacements lists the free placements by profile: "1g.10gb@0,1,2 3g.40gb@0". Each of them
+// could be created now, but creating one excludes those that overlap it. m may be nil.
+func freePlacements(m *MIG) string {
 	if m == nil {
 		return ""
 	}
@@ -239,8 +238,7 @@ func couldStand(m *MIG) string {
 	return strings.Join(out, " ")
 }
 
-// Offer is how many devices of a resource are held, how many can be had now, and
-// how many are neither.
+// Offer counts the devices of a resource: held, free, and neither of the two.
 type Offer struct {
 	Resource              string
 	Held, Free, Unhealthy int

@@ -11,110 +11,110 @@ import (
 	"text/tabwriter"
 )
 
-// Plan is what a partition would make of a node. `gpu-agent plan -o json` prints it: fields
-// are added, never renamed. But for those that say so no list is null.
+// Plan is what a partition would do to a node. `gpu-agent plan -o json` prints it:
+// new versions add fields and never rename one. Lists are never null, except where it is noted.
 type Plan struct {
-	// Partition is its name, and Own says that it is the one that the node follows: by its
-	// label, or "default" where there is none.
+	// Partition is the partition's name. Own is true if the node follows it: its label names
+	// it, or it is "default" and there is no label.
 	Partition string `json:"partition"`
 	Own       bool   `json:"own,omitempty"`
-	// State is what the state of the node's partition would come to, one of PartitionStates,
-	// if no pod came or ended and the driver did as it is told. Reason and Message are as in
-	// Partition.
+	// State is the state that the node's partition would reach, one of PartitionStates. It
+	// assumes that no pod comes or ends, and that the driver does as it is told. Reason and
+	// Message are as in Partition.
 	State   string `json:"state"`
 	Reason  Reason `json:"reason,omitempty"`
 	Message string `json:"message,omitempty"`
-	// Conditions are the facts that State follows from, the gravest first; absent where there
-	// are none.
+	// Conditions are the facts that State follows from, the gravest first; absent if there are
+	// none.
 	Conditions []Condition `json:"conditions,omitempty"`
-	// Mistakes are why State is "invalid", and Open what would be one if it were not unknown:
-	// whether a geometry fits of which the driver tells only in MIG mode. Both are by line of
-	// the partition file, and absent where there are none.
+	// Mistakes are the faults that make State "invalid". Open are those that are still
+	// undecided: a driver may report only in MIG mode whether a geometry fits. Both are ordered
+	// by line of the partition file, and absent if there are none.
 	Mistakes []Mistake `json:"mistakes,omitempty"`
 	Open     []Mistake `json:"open,omitempty"`
-	// Unknown is what the answer does without; absent where that is nothing.
+	// Unknown lists what was not known for the answer; absent if that is nothing.
 	Unknown []string `json:"unknown,omitempty"`
-	// GPUs is sorted by index; empty where State is "invalid".
+	// GPUs is sorted by index; empty if State is "invalid".
 	GPUs []PlannedGPU `json:"gpus"`
-	// Offers is what pods can ask for then, sorted by resource and API; empty where that was
-	// not asked.
+	// Offers lists what pods can ask for afterwards, sorted by resource and API; empty if that
+	// was not asked.
 	Offers []PlannedOffer `json:"offers"`
 }
 
-// Mistake is what is wrong with a partition file.
+// Mistake is a fault in a partition file, with its line.
 type Mistake struct {
 	Line    int    `json:"line"`
 	Message string `json:"message"`
 }
 
-// PlannedGPU is one GPU's way to its partition.
+// PlannedGPU is a GPU and how it gets to its partition.
 type PlannedGPU struct {
 	Index int    `json:"index"`
 	UUID  string `json:"uuid"`
 	Model string `json:"model,omitempty"`
-	// Wanted is what the partition makes of it, in words.
+	// Wanted is the layout that the partition asks for, in words.
 	Wanted string `json:"wanted"`
-	// API is "dra" where it is to be offered through dynamic resource allocation.
+	// API is "dra" if it is to be offered through dynamic resource allocation.
 	API string `json:"api,omitempty"`
-	// From and To are its layouts before and then, in words; the same where it is not laid out
-	// anew, and empty where nothing is known of it.
+	// From and To are its layouts before and after, in words. They are equal if the layout
+	// stays, and empty if nothing is known of it.
 	From string `json:"from,omitempty"`
 	To   string `json:"to,omitempty"`
-	// Steps are done to its hardware, in order: none where something is in the way.
+	// Steps are what is done to its hardware, in order; empty if something is in the way.
 	Steps []PlannedStep `json:"steps"`
-	// Result are the MIG instances that exist then.
+	// Result are the MIG instances that exist afterwards.
 	Result []PlannedInstance `json:"result"`
-	// Blocked are those that must end before anything is done.
+	// Blocked are the holders that must end before anything is done.
 	Blocked []InTheWay `json:"blocked"`
-	// Fault is why the driver cannot describe it, and nothing is done to it.
+	// Fault is why the driver cannot describe the GPU; nothing is done to it then.
 	Fault string `json:"fault,omitempty"`
-	// Untold says that its driver tells only in MIG mode what can stand on it: what comes after
-	// Steps is not known.
+	// Untold is true if the driver reports placements only in MIG mode. What comes after Steps
+	// is then not known.
 	Untold bool `json:"untold,omitempty"`
-	// ResetUnknown says that the MIG mode changes, and that nobody knows whether that takes a
-	// reset, since the GPU's architecture is not known.
+	// ResetUnknown is true if the MIG mode changes and the GPU's architecture is not known. The
+	// change may then take a reset.
 	ResetUnknown bool `json:"resetUnknown,omitempty"`
 }
 
-// PlannedInstance is a MIG instance at its place. Only parts of a GPU instance have a CI: the
-// first of its compute slices that is theirs.
+// PlannedInstance is a MIG instance at its place. CI is set only for a part of a GPU instance:
+// its first compute slice there.
 type PlannedInstance struct {
 	Profile string `json:"profile"`
 	Start   int    `json:"start"`
 	CI      *int   `json:"ci,omitempty"`
 }
 
-// PlannedStep is something that is done to a GPU's hardware. A change of the MIG mode has no
-// profile.
+// PlannedStep is one change of a GPU's hardware. A change of the MIG mode has no profile.
 type PlannedStep struct {
 	// Op is "destroy", "create", "enable" or "disable".
 	Op string `json:"op"`
 	PlannedInstance
-	// Reset says that the GPU is reset for it.
+	// Reset is true if the GPU is reset for it.
 	Reset bool `json:"reset,omitempty"`
 }
 
-// InTheWay is a holder that must end: of a MIG instance, or without one of the GPU as it is
-// laid out.
+// InTheWay is a holder that must end. It holds a MIG instance, or, if PlannedInstance is nil,
+// the GPU in its present layout.
 type InTheWay struct {
 	*PlannedInstance
 	Reason Reason `json:"reason"`
 	Holder string `json:"holder,omitempty"`
 }
 
-// PlannedOffer is what pods can ask for.
+// PlannedOffer is a resource that pods can ask for.
 type PlannedOffer struct {
-	// Resource is the full name. API is "dra" where it is asked for by claims.
+	// Resource is the full name. API is "dra" if pods ask for it by claims.
 	Resource string `json:"resource"`
 	API      string `json:"api,omitempty"`
-	// Total is how many devices there are, Free how many can be had, and Largest how many one
-	// container can have, beside those who hold some. MIG devices on demand exclude each other.
+	// Total is the number of devices, and Free the number of those that are free. Largest is
+	// the largest request of one container that fits beside the holders. MIG devices on demand
+	// exclude each other.
 	Total   int `json:"total"`
 	Free    int `json:"free"`
 	Largest int `json:"largest"`
 }
 
-// String is "3g.40gb@4", of a part of a GPU instance "1c.3g.40gb@4.1".
+// String returns "3g.40gb@4", or "1c.3g.40gb@4.1" for a part of a GPU instance.
 func (p *PlannedInstance) String() string {
 	if p.CI != nil {
 		return fmt.Sprintf("%s@%d.%d", p.Profile, p.Start, *p.CI)
@@ -122,7 +122,7 @@ func (p *PlannedInstance) String() string {
 	return fmt.Sprintf("%s@%d", p.Profile, p.Start)
 }
 
-// String is "create 3g.40gb@4", or "enable MIG mode, with a reset of the GPU".
+// String returns "create 3g.40gb@4", or "enable MIG mode, with a reset of the GPU".
 func (s *PlannedStep) String() string {
 	switch {
 	case s.Profile != "":
@@ -133,7 +133,7 @@ func (s *PlannedStep) String() string {
 	return s.Op + " MIG mode"
 }
 
-// String names the holder, and what it has.
+// String returns the holder, and the instance that it has.
 func (b *InTheWay) String() string {
 	if b.PlannedInstance == nil {
 		return b.Holder
@@ -141,13 +141,13 @@ func (b *InTheWay) String() string {
 	return b.PlannedInstance.String() + " (" + cmp.Or(b.Holder, string(b.Reason)) + ")"
 }
 
-// Of reports whether a fact of one of these types stands among its conditions.
+// Of reports whether the plan has a condition of one of these types.
 func (p *Plan) Of(types ...Type) bool {
 	return slices.ContainsFunc(p.Conditions, func(c Condition) bool { return slices.Contains(types, c.Type) })
 }
 
-// WritePlan writes a plan for people: what it comes to, each GPU with what is done or in the
-// way, what pods can ask for then, and what is not known. The only errors are those of w.
+// WritePlan writes a plan for people: its result, the steps and obstacles of each GPU, what
+// pods can ask for afterwards, and what is not known. The only errors are those of w.
 func WritePlan(w io.Writer, p Plan) error {
 	var b strings.Builder
 	switch {
@@ -185,7 +185,8 @@ func WritePlan(w io.Writer, p Plan) error {
 	return err
 }
 
-// mostInTheWay is how many holders of one GPU are listed: one of many units may have hundreds.
+// mostInTheWay is how many holders of one GPU are listed. A GPU with many units may have
+// hundreds.
 const mostInTheWay = 20
 
 func (g *PlannedGPU) write(b *strings.Builder, conditions []Condition) {
@@ -213,7 +214,7 @@ func (g *PlannedGPU) write(b *strings.Builder, conditions []Condition) {
 		line("%s", &g.Steps[i])
 	}
 	if g.From != g.To && g.From != "" {
-		line("laid out as %s, which was %s", g.To, g.From)
+		line("layout changes from %[2]s to %[1]s", g.To, g.From)
 	}
 	if idle {
 		line("nothing to do")
@@ -226,30 +227,31 @@ func (g *PlannedGPU) write(b *strings.Builder, conditions []Condition) {
 		line("= %s", strings.Join(names, " "))
 	}
 	if g.ResetUnknown {
-		line("its architecture is not known here: on Ampere the MIG mode changes with a reset of the GPU")
+		line("its architecture is not known: on Ampere, a change of the MIG mode needs a reset of the GPU")
 	}
 	if g.Untold {
-		line("this driver tells placements once MIG is on: plan again then")
+		line("this driver reports placements only in MIG mode: plan again once MIG is on")
 	}
 }
 
-// Question asks an agent what partitions would make of its node.
+// Question asks an agent what partitions would do to its node.
 type Question struct {
-	// File is a partition file, and Partitions are those of it that are asked for; none stands
-	// for the one that the node follows.
+	// File is a partition file, and Partitions are those to plan. If Partitions is empty, the
+	// plan is for the partition that the node follows.
 	File       []byte
 	Partitions []string
-	// UnitMiB and API take the place of the agent's --memory-unit and --api where they are set.
+	// UnitMiB and API replace the agent's --memory-unit and --api, unless they are zero.
 	UnitMiB uint64
 	API     string
-	// Brief leaves out Plan.Offers.
+	// Brief is true if the answer is to be without Plan.Offers.
 	Brief bool
 }
 
-// MostAsked is how many partitions one question asks for.
+// MostAsked is the largest number of partitions in one question.
 const MostAsked = 64
 
-// Answer has the plans in the order of the question, or why the file cannot be read.
+// Answer has the plans in the order of the question, or the mistakes of a file that cannot be
+// read.
 type Answer struct {
 	Mistakes []Mistake `json:"mistakes,omitempty"`
 	Plans    []Plan    `json:"plans,omitempty"`

@@ -2,11 +2,11 @@
 
 package status
 
-// Reason is a stable code for programs: of a condition, an Event, or a refusal. The
-// table in docs/operations.md says what each means and what to do; a test compares.
+// Reason is a stable code for programs: of a condition, an Event, or a refusal. The table in
+// docs/operations.md explains each one; a test compares the two.
 type Reason string
 
-// Reasons of what the node's partition comes to.
+// Reasons for the state of the node's partition.
 const (
 	PartitionsMissing Reason = "PartitionsMissing"
 	PartitionsInvalid Reason = "PartitionsInvalid"
@@ -67,15 +67,15 @@ const (
 	NotOneGPU  Reason = "NotOneGPU"
 	TooFewGPUs Reason = "TooFewGPUs"
 	NotReady   Reason = "NotReady"
-	// Of claims that can never be prepared as they are.
+	// For claims that can never be prepared as they are.
 	ClaimOutdated Reason = "ClaimOutdated"
 	ClaimRefused  Reason = "ClaimRefused"
-	// One that would be made anew with the same words.
+	// For a claim that would fail in the same way if it were made again.
 	ClaimUnsupported Reason = "ClaimUnsupported"
 	ClaimEnded       Reason = "ClaimEnded"
 )
 
-// Reasons of Events, and of the node's condition. Some are those of conditions, too.
+// Reasons of Events, and of the node's condition. Some of them are reasons of conditions, too.
 const (
 	GPUPartitionApplied Reason = "GPUPartitionApplied"
 	GPUPartitionPending Reason = "GPUPartitionPending"

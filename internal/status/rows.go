@@ -12,14 +12,14 @@ import (
 	"example.com/gpu-agent/internal/brief"
 )
 
-// note is something that people should look at.
+// note is a remark that needs attention.
 type note struct {
 	Tone string // "bad" or "warn"
 	Text string
-	Card *link // on the page, where it concerns one GPU
+	Card *link // its link on the page; nil if it does not concern one GPU
 }
 
-// stateTone is how serious a partition's state is.
+// stateTone returns how serious a partition's state is.
 func stateTone(state string) string {
 	switch state {
 	case "applied":
@@ -30,7 +30,7 @@ func stateTone(state string) string {
 	return "warn"
 }
 
-// placementTone is how a MIG device is shown.
+// placementTone returns the tone for a MIG device in a state.
 func placementTone(state string) string {
 	switch state {
 	case PlacementHeld:
@@ -45,7 +45,7 @@ func placementTone(state string) string {
 	return "warn"
 }
 
-// notes returns what needs attention on the node as a whole, but for its partition.
+// notes returns what needs attention on the node as a whole, without its partition.
 func (s *Status) notes() []note {
 	var all []note
 	if s.Hardware != "" {
@@ -107,11 +107,11 @@ func (g *GPU) notes(now time.Time) []note {
 	return all
 }
 
-// tenant is a line of a GPU's tables: a MIG device or what a container holds, and the
+// tenant is a line of a GPU's tables: a MIG device or the devices of a container, with the
 // container's memory.
 type tenant struct {
 	Placement  *Placement // nil if it is not a MIG device
-	Name       string     // of the container; empty if nobody holds the MIG device
+	Name       string     // of the container; empty if the MIG device has no holder
 	Holds      string     // empty for a MIG device, and if only the watchdog knows the container
 	Age, Waits string
 	Beside     string  // the pods that share it
@@ -119,10 +119,10 @@ type tenant struct {
 	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
 }
 
-// mostBeside is how many of the pods that share a claim are shown: it may have 256.
+// mostBeside is how many of the pods that share a claim are listed: a claim may have 256.
 const mostBeside = 5
 
-// kept says why a holder has devices that nothing uses; it is empty otherwise.
+// kept returns why a holder keeps devices that nothing uses; it is empty otherwise.
 func (h *Holder) kept() string {
 	if !h.Over {
 		return ""

@@ -8,8 +8,8 @@ import (
 	"example.com/gpu-agent/pkg/topology"
 )
 
-// Status is the agent's view of its node. Its JSON form, at /statusz, is a contract
-// with `gpu-agent status` of other versions: fields are added, never renamed.
+// Status is the agent's view of its node. Its JSON form, at /statusz, is a contract with
+// `gpu-agent status` of other versions: new versions add fields and never rename one.
 type Status struct {
 	Node    string `json:"node"`
 	Version string `json:"version"`
@@ -19,18 +19,19 @@ type Status struct {
 	Driver    string    `json:"driver,omitempty"`
 	CUDA      string    `json:"cuda,omitempty"`
 	Partition Partition `json:"partition"`
-	// Allocations is the number of those that have not ended, including those that the kubelet has not confirmed.
+	// Allocations is the number of allocations that have not ended, also of those that the
+	// kubelet has not confirmed.
 	Allocations int `json:"allocations"`
-	// Hardware says which call the driver does not answer, and since when; empty
-	// while it answers. Everything that needs no hardware goes on meanwhile.
+	// Hardware names the call that the driver does not answer, and since when; empty while the
+	// driver answers. Work that needs no hardware goes on meanwhile.
 	Hardware string `json:"hardware,omitempty"`
 	// Conditions are the facts that the rest follows from, the gravest first.
 	Conditions []Condition `json:"conditions,omitempty"`
-	// Resources are those that the node serves to the kubelet, by name.
+	// Resources are the resources that the node serves to the kubelet, by name.
 	Resources []Resource `json:"resources,omitempty"`
-	// SaturationPercent is the part of the GPUs' memory that is held or cannot be had,
-	// rounded down. GPUs with mode off do not count; a node that has no other has 100. It is
-	// nil from an agent that does not tell.
+	// SaturationPercent is the part of the GPUs' memory that is not free: held, or out of
+	// order. It is rounded down. GPUs with mode off do not count; a node with no others has
+	// 100. It is nil if the agent is too old to report it.
 	SaturationPercent *int `json:"saturationPercent,omitempty"`
 	// GPUs is sorted by index.
 	GPUs []GPU `json:"gpus"`
@@ -38,27 +39,27 @@ type Status struct {
 	// sorted by index, namespace, pod and container.
 	Containers []Container `json:"containers,omitempty"`
 	Watchdog   Watchdog    `json:"watchdog,omitzero"`
-	// Policies are the admission policies that keep the agent to its own node;
-	// empty until they have been tried, and without an API server.
+	// Policies are the admission policies that restrict the agent to its own node; empty until
+	// the agent has tried them, and without an API server.
 	Policies []Policy `json:"policies,omitempty"`
 	// Topology is how GPUs and network cards are connected; nil until a driver has
 	// answered.
 	Topology *topology.Matrix `json:"topology,omitempty"`
 }
 
-// PartitionStates is every value of Partition.State, in the order of the metrics.
+// PartitionStates lists every value of Partition.State, in the order of the metrics.
 var PartitionStates = []string{"applied", "pending", "blocked", "failed", "invalid"}
 
-// Partition says how the GPUs are to be laid out, and how far that is done.
+// Partition is the layout that the node's GPUs are to get, and how far that has come.
 type Partition struct {
-	// Name is the partition that was chosen; empty if there is none.
+	// Name is the chosen partition; empty if there is none.
 	Name string `json:"name"`
 	// State is one of PartitionStates; empty if there is no partition.
 	State string `json:"state"`
 	// Reason is the code of the gravest condition that State follows from; empty if
 	// State is "applied" and there is no remark.
 	Reason Reason `json:"reason,omitempty"`
-	// Message says why State is not "applied".
+	// Message explains a State that is not "applied".
 	Message string `json:"message,omitempty"`
 	// Source is where the partitions came from: the path of a file, or
 	// "configmap NAMESPACE/NAME".
@@ -67,29 +68,29 @@ type Partition struct {
 	Generation uint64 `json:"generation"`
 }
 
-// Resource is a resource at the kubelet.
+// Resource is a resource as the kubelet knows it.
 type Resource struct {
 	// Name is the full resource name.
 	Name string `json:"name"`
-	// Devices is the length of the last list of devices for the kubelet.
+	// Devices is the length of the last list that the kubelet got.
 	Devices int `json:"devices"`
-	// Registered says that the kubelet receives the lists and knows the devices.
-	// Since is the time since which it does not.
+	// Registered is true if the kubelet receives the lists and knows the devices. Since is the
+	// time at which that ended; nil while it is true.
 	Registered bool       `json:"registered"`
 	Since      *time.Time `json:"unregisteredSince,omitempty"`
-	// Error is why it does not. It is empty for the first half minute, in which a
-	// kubelet may be restarting. After that Partition.Message has it as well.
+	// Error is why the kubelet does not. It is empty for the first half minute, since the
+	// kubelet may be restarting. After that, Partition.Message has it as well.
 	Error string `json:"error,omitempty"`
-	// Free is how many of them can be had now, and Largest the largest request of one
-	// container that fits. MIG devices on demand exclude each other.
+	// Free is the number of free devices. Largest is the largest request of one container that
+	// fits. MIG devices on demand exclude each other.
 	Free    int `json:"free,omitempty"`
 	Largest int `json:"largest,omitempty"`
 }
 
-// Mode is how a GPU is laid out, in a partition's words.
+// Mode is the layout of a GPU, by its name in a partition.
 type Mode string
 
-// Modes of a GPU. Unset is that of one for which no partition is in force.
+// Modes of a GPU. A GPU has mode Unset while no partition is in force for it.
 const (
 	Unset   Mode = ""
 	Whole   Mode = "whole"
@@ -107,31 +108,30 @@ type GPU struct {
 	// PCI is the bus address and NUMA the NUMA node; empty and nil if unknown.
 	PCI  string `json:"pci,omitempty"`
 	NUMA *int   `json:"numa,omitempty"`
-	// MemoryMiB is the size of the whole GPU's memory; 0 where it has none of its own, but
-	// the machine's.
+	// MemoryMiB is the size of the whole GPU's memory; 0 if the GPU uses the machine's memory.
 	MemoryMiB uint64 `json:"memoryMiB"`
-	// Mode is the partition's word for the layout.
+	// Mode is the GPU's layout.
 	Mode Mode `json:"mode,omitempty"`
-	// API is "dra" where the GPU is offered through dynamic resource allocation, and
-	// empty where through the device plugin.
+	// API is "dra" if the GPU is offered through dynamic resource allocation, and empty if
+	// through the device plugin.
 	API string `json:"api,omitempty"`
-	// Resource is the full name of the resource that the GPU offers; empty for mig
-	// and off, and through DRA.
+	// Resource is the full name of the resource that the GPU offers; empty for mig and off, and
+	// with DRA.
 	Resource string `json:"resource,omitempty"`
 	// UnitMiB is the size of one device; 0 if a device is not an amount of memory.
 	UnitMiB uint64 `json:"unitMiB,omitempty"`
-	// Total = Used + Free + Unhealthy counts devices: Used are held, Free can be
-	// had now, and Unhealthy are neither.
+	// Total = Used + Free + Unhealthy counts devices. Used are held, Free are free, and
+	// Unhealthy are neither.
 	Total     int `json:"total"`
 	Used      int `json:"used"`
 	Free      int `json:"free"`
 	Unhealthy int `json:"unhealthy"`
-	// Health is "healthy" or "unhealthy"; Reason says why it is the latter.
+	// Health is "healthy" or "unhealthy". Reason explains "unhealthy".
 	Health string `json:"health"`
 	Reason string `json:"reason,omitempty"`
-	// Class is the kind of fault in one word, Since the time when it was first seen,
-	// and Needs what an operator must do ("reset", "reboot"). They are empty without
-	// a fault, Needs also if the fault passes by itself.
+	// Class is the kind of fault in one word, Since the time when it was first seen, and Needs
+	// what an operator must do ("reset", "reboot"). They are empty without a fault. Needs is
+	// also empty if the fault passes by itself.
 	Class string     `json:"class,omitempty"`
 	Since *time.Time `json:"unhealthySince,omitempty"`
 	Needs string     `json:"needs,omitempty"`
@@ -140,10 +140,10 @@ type GPU struct {
 	Blocked string `json:"blocked,omitempty"`
 	// Holders is sorted by namespace, pod, container and resource.
 	Holders []Holder `json:"holders,omitempty"`
-	// Processes that use the GPU without an allocation on it, as the watchdog last saw it:
-	// Intruders belong to containers, NoPod to no pod at all, and Unlisted to
-	// containers that the container runtime does not list, so that nobody can say
-	// what they may use. A GPU with mode off has no intruders.
+	// Processes that use the GPU without an allocation on it, as the watchdog last saw them.
+	// Intruders belong to containers, and NoPod to no pod at all. Unlisted belong to containers
+	// that the container runtime does not list, so it is unknown what they may use. A GPU with
+	// mode off has no intruders.
 	Intruders int `json:"intruders,omitempty"`
 	NoPod     int `json:"noPod,omitempty"`
 	Unlisted  int `json:"unlisted,omitempty"`
@@ -158,14 +158,14 @@ type MIG struct {
 	// that is the same.
 	Enabled bool  `json:"enabled"`
 	Pending *bool `json:"pending,omitempty"`
-	// OnDemand says that instances are created for the pods that ask for them.
-	// Otherwise the partition names them.
+	// OnDemand is true if instances are created for the pods that ask for them. Otherwise the
+	// partition names the instances.
 	OnDemand bool `json:"onDemand,omitempty"`
 	// Size is the number of the GPU's memory slices: 8 on an A100, 4 on an A30; 0
 	// while it is unknown.
 	Size int `json:"size,omitempty"`
-	// Work says what is being done to the GPU's instances now; empty while nothing
-	// is.
+	// Work describes the change of the GPU's instances that is under way; empty if there is
+	// none.
 	Work string `json:"work,omitempty"`
 	// Placements are the devices that exist, are on offer or are wanted, sorted by start,
 	// size, profile and compute slice.
@@ -193,34 +193,34 @@ type Placement struct {
 	UUID string `json:"uuid,omitempty"`
 	GI   int    `json:"gi"`
 	CIID int    `json:"ciID"`
-	// Namespace, Pod and Container name the holder. They are empty if there is none,
-	// or if the kubelet has not named it yet.
+	// Namespace, Pod and Container name the holder. They are empty if there is none, or while
+	// the kubelet has not named it.
 	Namespace string `json:"namespace,omitempty"`
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
-	// Reason says why it cannot be had, or what fails; empty otherwise.
+	// Reason is why the device cannot be allocated, or what fails; empty otherwise.
 	Reason string `json:"reason,omitempty"`
 }
 
 // Values of Placement.State.
 const (
 	PlacementHeld    = "held"    // an allocation has it, and its instance exists
-	PlacementWarm    = "warm"    // its instance exists, and it can be had
+	PlacementWarm    = "warm"    // its instance exists, and it is free
 	PlacementMaking  = "making"  // an allocation has it, and its instance does not exist yet
 	PlacementFree    = "free"    // there is no instance, and one could be created now
-	PlacementCovered = "covered" // others have its memory slices
+	PlacementCovered = "covered" // other instances have its memory slices
 	PlacementLeaving = "leaving" // it is being withdrawn
 	PlacementForeign = "foreign" // the agent did not create the instance, and does not offer it
-	PlacementFailed  = "failed"  // its instance could not be created several times, and it is withdrawn
+	PlacementFailed  = "failed"  // creating its instance failed several times, and it is withdrawn
 )
 
-// PlacementStates is every value of Placement.State, in the order of the metrics.
+// PlacementStates lists every value of Placement.State, in the order of the metrics.
 var PlacementStates = []string{
 	PlacementHeld, PlacementWarm, PlacementMaking, PlacementFree, PlacementCovered, PlacementLeaving,
 	PlacementForeign, PlacementFailed,
 }
 
-// Healthy is the value of GPU.Health without a fault.
+// Healthy is the value of GPU.Health if there is no fault.
 const Healthy = "healthy"
 
 // Holder is a container that holds devices of a GPU.
@@ -231,20 +231,20 @@ type Holder struct {
 	Pod       string `json:"pod,omitempty"`
 	Container string `json:"container,omitempty"`
 	Resource  string `json:"resource"`
-	// Instances says that the devices are MIG devices, which the GPU's placements tell of.
+	// Instances is true if the devices are MIG devices. The GPU's placements describe them.
 	Instances bool `json:"instances,omitempty"`
 	// Units is the number of devices.
 	Units int `json:"units"`
-	// Since is when the devices were handed out, or where no record of that is left when
-	// the container was created; nil if neither is known.
+	// Since is the time at which the devices were allocated. If there is no record of that, it
+	// is the time at which the container was created; nil if neither is known.
 	Since *time.Time `json:"since,omitempty"`
-	// Waits names the pods that still use the devices, for whose end the container's start
-	// waits; empty if nobody does.
+	// Waits names the pods that still use the devices. The container does not start until they
+	// end. It is empty if there are none.
 	Waits string `json:"waits,omitempty"`
-	// Beside are the other pods that share the devices, "namespace/pod": those of a claim.
+	// Beside are the other pods that share the devices through a claim, as "namespace/pod".
 	Beside []string `json:"beside,omitempty"`
-	// Over says that Container is an init container that has ended: nothing uses the devices, and the
-	// kubelet gives them back when the pod ends.
+	// Over is true if Container is an init container that has ended. Nothing uses its devices,
+	// and the kubelet releases them when the pod ends.
 	Over bool `json:"over,omitempty"`
 }
 
@@ -261,31 +261,30 @@ type Container struct {
 	// GPU and Index are the GPU's UUID and index.
 	GPU   string `json:"gpu"`
 	Index int    `json:"index"`
-	// CapMiB is nil if the container has no cap: it holds the whole GPU, or MIG
+	// CapMiB is the container's cap. It is nil if the container holds the whole GPU, or MIG
 	// devices, whose memory the hardware limits.
 	CapMiB *uint64 `json:"capMiB"`
-	// UsedMiB is what counts against the cap, as the watchdog last saw it: what the
-	// driver reports for the container's processes, and managed memory, for which
-	// there is only the container's own word; nil if unknown. PeakMiB is the most of
-	// that so far; with a cap also between two looks, by the container's own count.
+	// UsedMiB is the use that counts against the cap, as the watchdog last saw it; nil if
+	// unknown. It is what the driver reports for the container's processes, plus managed
+	// memory, which only the container itself counts. PeakMiB is the most so far. With a cap,
+	// it includes peaks between two looks, as the container counts them.
 	UsedMiB *uint64 `json:"usedMiB"`
 	PeakMiB uint64  `json:"peakMiB"`
 	// Guarantee is how strong the cap is: "hardware", "driver", "api" or
 	// "watchdog".
 	Guarantee string `json:"guarantee,omitempty"`
-	// Refusals is how many of the container's allocations were refused as out of
-	// memory. It is the container's own word: it can write anything into its counters,
-	// and nothing is decided by this one.
+	// Refusals is how many of the container's allocations were refused as out of memory. The
+	// container reports it and can write any number, so no decision depends on it.
 	Refusals uint64 `json:"refusals"`
 	// Processes is the number of the container's processes that use the GPU.
 	Processes int `json:"processes"`
-	// Uncounted is how many allocations of a kind that the cap's library does not know
-	// have passed it (--cap-policy open), and UndoneMiB the most that a memory pool has
-	// taken beyond the cap for a moment; both by the container's own word.
+	// Uncounted is how many allocations of a kind unknown to the cap's library have passed it
+	// (--cap-policy open). UndoneMiB is the most that a memory pool has briefly taken beyond
+	// the cap. The container reports both.
 	Uncounted uint64 `json:"uncounted,omitempty"`
 	UndoneMiB uint64 `json:"undoneMiB,omitempty"`
-	// SMPercent is how much of the GPU's streaming multiprocessors its processes keep busy,
-	// as the driver last said; nil where it does not tell that per process (MIG).
+	// SMPercent is how much of the GPU's streaming multiprocessors its processes keep busy, as
+	// the driver last reported; nil if the driver does not report that per process (MIG).
 	SMPercent *float64 `json:"smPercent,omitempty"`
 }
 
@@ -294,16 +293,16 @@ func (c Container) HasPeak() bool { return c.UsedMiB != nil || c.PeakMiB > 0 }
 
 // Values of Policy.State.
 const (
-	PolicyHeld    = "held"    // what the policy must refuse is refused
-	PolicyMissing = "missing" // it would be accepted
-	PolicyUnknown = "unknown" // the API server did not say
+	PolicyHeld    = "held"    // the API server refuses what the policy must refuse
+	PolicyMissing = "missing" // the API server would accept it
+	PolicyUnknown = "unknown" // the API server gave no answer
 )
 
 // Policy is one admission policy from the agent's manifests.
 type Policy struct {
 	Name  string `json:"name"`
 	State string `json:"state"`
-	// Reason says what to do, or why the state is unknown; empty for PolicyHeld.
+	// Reason is what to do, or why the state is unknown; empty for PolicyHeld.
 	Reason string `json:"reason,omitempty"`
 }
 
@@ -318,10 +317,10 @@ type Watchdog struct {
 	// State is WatchdogRunning or WatchdogOff; empty from an agent that has no
 	// watchdog.
 	State string `json:"state,omitempty"`
-	// Reason says why it is off.
+	// Reason is why the watchdog is off.
 	Reason string `json:"reason,omitempty"`
-	// Kills is the number of containers that it has ended since the agent started, and
-	// Intruders the number of those that it has found on a GPU without an allocation on it.
+	// Kills is the number of containers that the watchdog has ended since the agent started.
+	// Intruders is the number of those that it has found on a GPU without an allocation there.
 	Kills     uint64 `json:"kills"`
 	Intruders uint64 `json:"intruders"`
 }

@@ -13,7 +13,7 @@ import (
 	"unicode/utf8"
 )
 
-// TextOptions say how WriteText writes.
+// TextOptions are the options of WriteText.
 type TextOptions struct {
 	// Width is the terminal's width in columns. Less than 60 counts as 60, and 0 as 80.
 	Width int
@@ -21,7 +21,7 @@ type TextOptions struct {
 	Color bool
 	// ASCII draws bars from '#' and '.'.
 	ASCII bool
-	// Now is the time to which ages are counted. If it is zero, ages are left out.
+	// Now is the time up to which ages are counted. If it is zero, ages are left out.
 	Now time.Time
 }
 
@@ -54,7 +54,7 @@ const (
 	indent = "       "
 )
 
-// toneColors are the colours of what the page tells by its classes.
+// toneColors are the terminal's colours for the tones, which on the page are classes.
 var toneColors = map[string]string{"ok": green, "held": green, "warn": yellow, "bad": red, "none": faint}
 
 type printer struct {
@@ -67,7 +67,7 @@ func (p *printer) line(s string) {
 	p.out.WriteByte('\n')
 }
 
-// paint writes s in a colour, on one line.
+// paint returns s on one line, in a colour.
 func (p *printer) paint(code, s string) string {
 	s = oneLine(s)
 	if !p.Color || s == "" || code == "" {
@@ -76,7 +76,7 @@ func (p *printer) paint(code, s string) string {
 	return "\x1b[" + code + "m" + s + "\x1b[0m"
 }
 
-// fit shortens s to a number of columns. It takes one character for one column: the
+// fit shortens s to a number of columns. It counts one column for each character, since the
 // names of Kubernetes objects are ASCII.
 func (p *printer) fit(s string, columns int) string {
 	s = oneLine(s)
@@ -90,7 +90,7 @@ func (p *printer) fit(s string, columns int) string {
 	return string([]rune(s)[:max(columns-1, 0)]) + more
 }
 
-// oneLine replaces control characters, so that no text from outside moves the cursor.
+// oneLine replaces control characters, so that a text from outside cannot move the cursor.
 func oneLine(s string) string {
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r >= 0x7f && r < 0xa0 {
@@ -100,14 +100,14 @@ func oneLine(s string) string {
 	}, s)
 }
 
-// wrapped writes s in as many lines as it takes, with indent before each.
+// wrapped writes s in as many lines as it needs, with indent before each.
 func (p *printer) wrapped(indent, color, s string) {
 	for _, line := range words(s, p.Width-len(indent)) {
 		p.line(indent + p.paint(color, line))
 	}
 }
 
-// pad makes s as wide as a column; with a negative width it is aligned to the right.
+// pad makes s as wide as a column. If the width is negative, s is aligned to the right.
 func (p *printer) pad(color, s string, width int) string {
 	s = p.fit(s, max(width, -width))
 	space := strings.Repeat(" ", max(width, -width)-utf8.RuneCountInString(s))
@@ -129,8 +129,8 @@ func widths(rows [][]string) []int {
 	return out
 }
 
-// columns returns the widths of a table's columns, as pad takes them: the first one is
-// as narrow as it must be, the others are aligned to the right.
+// columns returns the widths of a table's columns, in the form that pad takes. The first column
+// is as narrow as it must be, and the others are aligned to the right.
 func (p *printer) columns(indent string, rows [][]string) []int {
 	out := widths(rows)
 	room := p.Width - len(indent)
@@ -154,8 +154,8 @@ func (p *printer) row(indent string, widths []int, cells []string, colors ...str
 	p.line(line)
 }
 
-// words breaks s at spaces into lines of a number of columns. Reasons are written this
-// way: they are never cut short.
+// words breaks s at spaces into lines of a number of columns. Reasons are written this way, so
+// that they are never cut short.
 func words(s string, columns int) []string {
 	var lines []string
 	line := ""
@@ -248,7 +248,7 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	p.holders(others)
 }
 
-// ended says what the watchdog has done; it is empty if that is nothing.
+// ended describes what the watchdog has done; it is empty if that is nothing.
 func ended(w Watchdog) string {
 	if w.Kills == 0 && w.Intruders == 0 {
 		return ""
@@ -310,8 +310,8 @@ func (c Container) over() bool {
 	return c.CapMiB != nil && c.UsedMiB != nil && *c.UsedMiB > *c.CapMiB
 }
 
-// refused writes the number of refusals. It is the container's own word, so there is
-// no point in more digits than a million has.
+// refused returns the number of refusals. The container reports it, so more digits than a
+// million has are not worth their room.
 func (c Container) refused() string {
 	if c.Refusals > 1e6 {
 		return "1000000+"
@@ -319,7 +319,7 @@ func (c Container) refused() string {
 	return strconv.FormatUint(c.Refusals, 10)
 }
 
-// who writes a container's full name.
+// who returns a container's full name.
 func who(namespace, pod, container string) string {
 	if pod == "" {
 		return "(not yet named by the kubelet)"
@@ -327,8 +327,8 @@ func who(namespace, pod, container string) string {
 	return namespace + "/" + pod + "/" + container
 }
 
-// gib writes MiB as GiB. A container can put any number into its counters; one that
-// no GPU has is cut off.
+// gib returns MiB as GiB. A container can write any number into its counters, so one that no
+// GPU can have is cut off.
 func gib(mib *uint64) string {
 	const most = 9999 * 1024
 	switch {
@@ -365,8 +365,8 @@ func (p *printer) use(g *GPU) {
 	p.line(indent + bar + "  " + p.fit(strings.Join(figures, ", "), p.Width-len(indent)-cells-2))
 }
 
-// share is part/whole in cells. Anything above nothing gets a cell and anything below
-// all leaves one free, so that only a full bar looks full.
+// share returns part/whole as a number of cells. Any part above zero has at least one cell, and
+// any part below the whole leaves at least one free. So only a full bar looks full.
 func share(part, whole, cells int) int {
 	if part <= 0 || whole <= 0 {
 		return 0
@@ -377,7 +377,7 @@ func share(part, whole, cells int) int {
 	return min(max((part*cells+whole/2)/whole, 1), cells-1)
 }
 
-// holders writes a line for each holder, but not for what the watchdog alone knows.
+// holders writes a line for each holder. It leaves out those that only the watchdog knows.
 func (p *printer) holders(list []tenant) {
 	list = slices.DeleteFunc(list, func(t tenant) bool { return t.Holds == "" })
 	rows := make([][]string, len(list))
@@ -402,7 +402,7 @@ func (p *printer) holders(list []tenant) {
 	}
 }
 
-// units says how much of a GPU a holder has.
+// units returns how much of a GPU a holder has.
 func (h *Holder) units(g *GPU) string {
 	if h.Resource != g.Resource {
 		// MIG devices, or something from before the GPU's layout changed.
@@ -411,7 +411,7 @@ func (h *Holder) units(g *GPU) string {
 	return measure(g, h.Units) + unitName(g, h.Units)
 }
 
-// unitName is the unit of what measure writes, for n devices.
+// unitName returns the unit of what measure returns, for n devices.
 func unitName(g *GPU, n int) string {
 	if g.UnitMiB > 0 {
 		return " GiB"
@@ -430,8 +430,8 @@ func unitName(g *GPU, n int) string {
 	return " of mode " + string(g.Mode)
 }
 
-// measure writes a number of a GPU's devices: as GiB if they are units of memory, with
-// as many digits as the unit needs.
+// measure returns a number of a GPU's devices. If they are units of memory, it returns GiB,
+// with as many digits as the unit needs.
 func measure(g *GPU, n int) string {
 	if g.UnitMiB == 0 {
 		return strconv.Itoa(n)
@@ -450,7 +450,7 @@ func amount(mib uint64) string {
 	return strconv.FormatFloat(float64(mib)/1024, 'f', 1, 64) + " GiB"
 }
 
-// age writes a duration in one unit, as kubectl does.
+// age returns a duration in one unit, as kubectl does.
 func age(d time.Duration) string {
 	switch {
 	case d < time.Minute:
@@ -463,7 +463,7 @@ func age(d time.Duration) string {
 	return fmt.Sprintf("%dd", int(d.Hours()/24))
 }
 
-// since is the age of what began at a time; it is empty if either time is unknown.
+// since returns the time from at to now; it is empty if either is unknown.
 func since(at *time.Time, now time.Time) string {
 	if at == nil || now.IsZero() {
 		return ""
@@ -476,7 +476,7 @@ func join(sep string, list ...string) string {
 	return strings.Join(slices.DeleteFunc(list, func(s string) bool { return s == "" }), sep)
 }
 
-// spans writes sorted numbers as ranges: "0-3, 5".
+// spans returns sorted numbers as ranges: "0-3, 5".
 func spans(list []int) string {
 	var out []string
 	for i := 0; i < len(list); {

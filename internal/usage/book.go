@@ -15,27 +15,29 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// kept is how long a container's ended grants count on in the totals of one that comes under
-// the same names: a pod of a StatefulSet that is made anew. A counter must not fall while it
-// is shown, or Prometheus takes all of it for new.
+// kept is how long the totals of ended containers are kept. A new container with the same names
+// adds to them, for example in a recreated pod of a StatefulSet. A counter must not fall while
+// it is shown, or Prometheus counts all of it again.
 const kept = time.Hour
 
-// Book is the account that records lead to. The zero value is not one: use [NewBook].
+// Book holds the open grants and the totals of containers, as records have told them. Use
+// [NewBook]; the zero value does not work.
 type Book struct {
 	next uint64
 	open map[uint64]*Grant
-	// ids are the numbers of the open grants, by the allocation's ID.
+	// ids maps the allocation ID of each open grant to the grant's number.
 	ids  map[string]uint64
 	past map[Key]Past
-	// last is the latest time of a record: a book that is older tells nothing.
-	last time.Time
-	tell Teller
+	// last is the latest time of a record. Apply ignores a whole book that is older.
+	last     time.Time
+	observer Observer
 }
 
-// Teller hears of each stretch of a grant as it ends, if it is not nil.
-type Teller interface {
-	// Granted is told that a piece was charged with so much of what it is, 0 to 1, and Used
-	// what more was used of it from one time to another.
+// Observer is told of grants while a book applies records.
+type Observer interface {
+	// Granted is called when a piece was charged from one time to another, with part (0 to 1)
+	// of its share. Used is called with what was used of it between two times, and Ended when
+	// the grant was released.
 	Granted(g *Grant, h *Held, from, to time.Time, part float64)
 	Used(g *Grant, h *Held, from, to time.Time, more Use)
 	Ended(g *Grant)
@@ -51,31 +53,32 @@ type Grant struct {
 	Adopted    bool            `json:"adopted,omitempty"`
 	Holder
 	Since time.Time `json:"since"`
-	// Until is when it was released; zero before that.
+	// Until is the time of the release; zero before that.
 	Until time.Time `json:"until,omitzero"`
 	Held  []Held    `json:"pieces"`
-	// Seen is when its use was last written down.
+	// Seen is the time of the last record of its use; zero if there was none.
 	Seen time.Time `json:"seen,omitzero"`
 }
 
-// Held is a piece with what it has come to.
+// Held is a piece of a grant, and what was charged for it so far.
 type Held struct {
 	Piece
 	Charge
 }
 
-// Charge is what a piece has come to.
+// Charge is what was charged for a piece so far, and what was used of it.
 type Charge struct {
-	// Gone is the part of it that was given to somebody else since, From the time since when
-	// that is so, zero for the grant's beginning, and Seconds the seconds times share before.
+	// Gone is the part of the piece, 0 to 1, that a later grant has now, and From the time
+	// since which it has; a zero From is the grant's own beginning. Seconds is what was charged
+	// before From: seconds times the part that was not gone.
 	Gone    float64   `json:"gone,omitempty"`
 	From    time.Time `json:"from,omitzero"`
 	Seconds float64   `json:"seconds,omitempty"`
-	// Use is nil before anything is known.
+	// Use is nil while nothing is known.
 	Use *Use `json:"use,omitempty"`
 }
 
-// MarshalJSON writes the piece's record, with what it has come to.
+// MarshalJSON writes the fields of the piece and of the charge as one object.
 func (h Held) MarshalJSON() ([]byte, error) {
 	p, err := json.Marshal(h.Piece)
 	c, errCharge := json.Marshal(h.Charge)
@@ -98,20 +101,21 @@ type Key struct {
 	GPU       gpu.UUID `json:"gpu"`
 }
 
-// Amounts is what a container comes to on a GPU: GPUs are parts of one times seconds,
-// MiB are times seconds.
+// Amounts are a container's totals on one GPU. Those of GPUs are parts of a physical GPU times
+// seconds, those of MiB are MiB times seconds, and SM is seconds of all multiprocessors.
 type Amounts struct {
 	GrantedGPU float64 `json:"grantedGPU"`
 	GrantedMiB float64 `json:"grantedMiB"`
 	UsedGPU    float64 `json:"usedGPU,omitempty"`
 	UsedMiB    float64 `json:"usedMiB,omitempty"`
 	SM         float64 `json:"sm,omitempty"`
-	// Known says that what was used is known, at least of a part, and SMKnown the same of SM.
+	// Known is true if the use is known for at least a part of the time. SMKnown is the same
+	// for SM.
 	Known   bool `json:"known,omitempty"`
 	SMKnown bool `json:"smKnown,omitempty"`
 }
 
-// Add adds others to them.
+// Add adds o to a.
 func (a *Amounts) Add(o Amounts) {
 	a.GrantedGPU += o.GrantedGPU
 	a.GrantedMiB += o.GrantedMiB
@@ -121,14 +125,15 @@ func (a *Amounts) Add(o Amounts) {
 	a.Known, a.SMKnown = a.Known || o.Known, a.SMKnown || o.SMKnown
 }
 
-// Past is what the ended grants of a container come to.
+// Past is a container's totals from its ended grants. Ended is the time of the last end.
 type Past struct {
 	Key
 	Amounts
 	Ended time.Time `json:"ended"`
 }
 
-// Series is what a container comes to on a GPU, and its share of it now.
+// Series is a container's totals on a GPU, and its share of that GPU now. Index is the driver's
+// number of the GPU; -1 if it is not known.
 type Series struct {
 	Key
 	Amounts
@@ -136,24 +141,24 @@ type Series struct {
 	Share float64
 }
 
-// NewBook returns a book without a grant. Whoever reads records to tell of them may give it a
-// teller.
-func NewBook(tell Teller) *Book {
-	return &Book{next: 1, open: map[uint64]*Grant{}, ids: map[string]uint64{}, past: map[Key]Past{}, tell: tell}
+// NewBook returns a book without grants. It calls the observer as records are applied; nil is none.
+func NewBook(observer Observer) *Book {
+	return &Book{next: 1, open: map[uint64]*Grant{}, ids: map[string]uint64{}, past: map[Key]Past{}, observer: observer}
 }
 
-// Next is the number of the next grant.
+// Next returns the number of the next grant.
 func (b *Book) Next() uint64 { return b.next }
 
-// Of returns the open grant of an allocation, or nil. It is the book's: do not change it.
+// Of returns the open grant of an allocation, or nil. The grant belongs to the book: do not
+// change it.
 func (b *Book) Of(allocation string) *Grant { return b.open[b.ids[allocation]] }
 
-// Open returns the open grants by their numbers. They are the book's.
+// Open returns the open grants, ordered by number. They belong to the book.
 func (b *Book) Open() []*Grant {
 	return slices.SortedFunc(maps.Values(b.open), func(x, y *Grant) int { return cmp.Compare(x.Number, y.Number) })
 }
 
-// Apply takes a record into the book. One that it has already changes nothing.
+// Apply adds a record to the book. A record that the book already has changes nothing.
 func (b *Book) Apply(r *Record) {
 	defer func() {
 		if r.Time.After(b.last) {
@@ -213,11 +218,11 @@ func (b *Book) begin(r *Record) {
 	}
 }
 
-// settle puts down what a piece has come to until at, and begins anew.
+// settle adds what was charged since h.From to the piece's total. h.From becomes at.
 func (b *Book) settle(g *Grant, h *Held, at time.Time) {
 	from := h.from(g)
-	if b.tell != nil && at.After(from) {
-		b.tell.Granted(g, h, from, at, 1-h.Gone)
+	if b.observer != nil && at.After(from) {
+		b.observer.Granted(g, h, from, at, 1-h.Gone)
 	}
 	if h.Seconds = h.seconds(g, at); at.After(from) {
 		h.From = at
@@ -231,13 +236,13 @@ func (h *Held) from(g *Grant) time.Time {
 	return h.From
 }
 
-// seconds is for how long the piece was charged until at, in seconds; one of which a half is
-// gone to somebody else counts half.
+// seconds returns for how long the piece was charged until at, in seconds. While half of
+// the piece is gone, each second counts as half a second.
 func (h *Held) seconds(g *Grant, at time.Time) float64 {
 	return h.Seconds + max(0, at.Sub(h.from(g)).Seconds())*(1-h.Gone)
 }
 
-// use takes in what was used. Totals never fall.
+// use adds a record of use. Totals never fall.
 func (b *Book) use(r *Record) {
 	for i := range r.Used {
 		u := r.Used[i]
@@ -257,11 +262,11 @@ func (b *Book) use(r *Record) {
 					more.SMMs = new(*u.SMMs - min(*u.SMMs, *h.Use.SMMs))
 				}
 			}
-			if b.tell != nil {
-				b.tell.Used(g, h, cmpTime(g.Seen, g.Since), r.Time, more)
+			if b.observer != nil {
+				b.observer.Used(g, h, firstSet(g.Seen, g.Since), r.Time, more)
 			}
 			h.Use = &u
-			break // one of several pieces of the GPU has all
+			break // the first piece of a GPU holds the use of all
 		}
 	}
 	for i := range r.Used {
@@ -271,7 +276,7 @@ func (b *Book) use(r *Record) {
 	}
 }
 
-func cmpTime(t, other time.Time) time.Time {
+func firstSet(t, other time.Time) time.Time {
 	if t.IsZero() {
 		return other
 	}
@@ -297,14 +302,14 @@ func (b *Book) end(g *Grant, at time.Time) {
 	if b.ids[g.Allocation] == g.Number {
 		delete(b.ids, g.Allocation)
 	}
-	if b.tell != nil {
-		b.tell.Ended(g)
+	if b.observer != nil {
+		b.observer.Ended(g)
 	}
 }
 
 func (g *Grant) key(i int) Key { return Key{g.Namespace, g.Pod, g.Container, g.Held[i].GPU} }
 
-// amounts is what a piece has come to until at.
+// amounts returns the piece's totals until at.
 func (h *Held) amounts(g *Grant, at time.Time) Amounts {
 	s := h.seconds(g, at)
 	a := Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB)}
@@ -317,7 +322,8 @@ func (h *Held) amounts(g *Grant, at time.Time) Amounts {
 	return a
 }
 
-// forget drops what containers of the same names came to, where that is long past.
+// forget drops the totals of ended containers with the same names as g, if they ended longer
+// than kept ago.
 func (b *Book) forget(g *Grant, at time.Time) {
 	for i := range g.Held {
 		k := g.key(i)
@@ -327,7 +333,7 @@ func (b *Book) forget(g *Grant, at time.Time) {
 	}
 }
 
-// inUse reports whether another open grant has that name.
+// inUse reports whether an open grant other than but has that key.
 func (b *Book) inUse(k Key, but *Grant) bool {
 	for _, g := range b.open {
 		for i := range g.Held {
@@ -339,8 +345,9 @@ func (b *Book) inUse(k Key, but *Grant) bool {
 	return false
 }
 
-// adopt takes over the book that a segment begins with. What it knows better than the records
-// before, some of which may be lost, counts.
+// adopt completes the book from the one that a segment begins with: some of the records before
+// it may be lost. It takes grants, holders and use from there, and ends grants that are not in
+// it.
 func (b *Book) adopt(r *Record) {
 	if r.Book == nil || r.Time.Before(b.last) {
 		return
@@ -375,8 +382,8 @@ func (b *Book) adopt(r *Record) {
 	}
 }
 
-// State is the book as a segment begins with it. What is long past is left out, in the book
-// too.
+// State returns the book for the beginning of a segment. It drops totals that are too old, also
+// in the book itself.
 func (b *Book) State(at time.Time) *State {
 	s := &State{Version: Version, Next: b.next, Open: b.Open()}
 	maps.DeleteFunc(b.past, func(k Key, p Past) bool { return at.Sub(p.Ended) > kept && !b.inUse(k, nil) })
@@ -384,18 +391,18 @@ func (b *Book) State(at time.Time) *State {
 	return s
 }
 
-// Compare orders keys.
+// Compare orders keys by namespace, pod, container and GPU.
 func (k Key) Compare(o Key) int {
 	return cmp.Or(cmp.Compare(k.Namespace, o.Namespace), cmp.Compare(k.Pod, o.Pod),
 		cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU))
 }
 
-// Series is what the containers come to that have something now, by name, at a moment.
+// Series returns the totals at a moment of all containers that hold something, ordered by name.
 func (b *Book) Series(at time.Time) []Series {
 	by := map[Key]*Series{}
 	for _, g := range b.Open() {
 		if g.Pod == "" {
-			continue // nobody has named it yet
+			continue // its holder is not known yet
 		}
 		for i := range g.Held {
 			h, k := &g.Held[i], g.key(i)
@@ -409,19 +416,20 @@ func (b *Book) Series(at time.Time) []Series {
 	return sorted(by)
 }
 
-// Ended is what a container came to that has nothing any more, if that is known yet.
+// Ended returns the totals of a container that holds nothing now. It returns false if no grant
+// of it has ended yet, or if its totals were dropped.
 func (b *Book) Ended(k Key) (s Series, known bool) {
 	p, known := b.past[k]
 	return Series{Key: k, Amounts: p.Amounts, Index: -1}, known
 }
 
-// First is the first piece of a grant that is of the same GPU as another one: it has what is
-// used there.
+// First returns the index of the grant's first piece on the same GPU as the given piece. That
+// first piece holds the use of the whole GPU.
 func (g *Grant) First(piece int) int {
 	return slices.IndexFunc(g.Held, func(h Held) bool { return h.GPU == g.Held[piece].GPU })
 }
 
-// shareOf is what a grant has of a piece's GPU.
+// shareOf returns the grant's share of the piece's GPU: the sum over its pieces there.
 func (g *Grant) shareOf(h *Held) (share float64) {
 	for i := range g.Held {
 		if g.Held[i].GPU == h.GPU {
@@ -431,7 +439,7 @@ func (g *Grant) shareOf(h *Held) (share float64) {
 	return share
 }
 
-// Keys are the names under which a grant is counted; none while nobody has named its holder.
+// Keys returns the keys under which a grant is counted; none while its holder is not known.
 func (g *Grant) Keys() []Key {
 	if g.Pod == "" {
 		return nil
@@ -454,37 +462,37 @@ func sorted(by map[Key]*Series) []Series {
 	return out
 }
 
-// Last is the latest time that a record has told of.
+// Last returns the latest time of a record.
 func (b *Book) Last() time.Time { return b.last }
 
-// Shown is what metrics tell of the account.
+// Shown is the account as metrics show it.
 type Shown struct {
-	// Series are the containers' totals, each GPU for itself; those of containers that have
-	// ended are there for two readers more.
+	// Series are the containers' totals, one entry for each GPU. A container that has ended
+	// stays until two more readers have got it.
 	Series []Series
-	// Now are the grants of this moment, and Idle those that nobody has used for a while.
+	// Now are the grants of this moment. Idle are those that have been unused for a while.
 	Now  []Part
 	Idle []Idle
-	// Written says that the journal could be written last, and Lost counts the records that
-	// could not be.
+	// Written is true if the last write to the journal succeeded. Lost counts the records that
+	// could not be written.
 	Written bool
 	Lost    uint64
-	// Dropped counts the records that the journal had no room for any more.
+	// Dropped counts the records that were removed because the journal was full.
 	Dropped DroppedRecords
 }
 
-// DroppedRecords counts records of use, and of refusals.
+// DroppedRecords counts removed records: Refused those of refusals, Use all others.
 type DroppedRecords struct{ Use, Refused uint64 }
 
-// Part is what a container has of a GPU now.
+// Part is a container's share of a GPU now.
 type Part struct {
 	Key
 	Index int
 	Share float64
 }
 
-// Idle is how long a container has not had a process on a GPU that it holds; zero while it
-// has one.
+// Idle is for how long a container has had no process on a GPU that it holds; zero while it has
+// one.
 type Idle struct {
 	Key
 	For time.Duration

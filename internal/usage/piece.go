@@ -12,21 +12,21 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Piece is what a grant has of one GPU: a ledger.Grant, with what it comes to.
+// Piece is what a grant has of one GPU: a ledger.Grant with its share and its memory.
 type Piece struct {
 	GPU gpu.UUID
-	// Index is the driver's number of the GPU; -1 where that is not known.
+	// Index is the driver's number of the GPU; -1 if it is not known.
 	Index int
-	// Of is what it is, without the size of a memory unit.
+	// Of is the kind of piece and its place on the GPU. The size of a memory unit is left out.
 	Of piece.Piece
-	// Share is the part of the physical GPU, and MemoryMiB the memory: both 0 of what takes
-	// no room.
+	// Share is the part of the physical GPU, 0 to 1. MemoryMiB is the memory. Both are 0 for a
+	// piece that takes no room.
 	Share     float64
 	MemoryMiB uint64
 }
 
-// A piece's record in JSON is its own fields between these two; those of a MIG instance are
-// the field placement.
+// In JSON, the fields of the piece's kind stand between these two. Those of a MIG instance are
+// in the field placement.
 type (
 	pieceHead struct {
 		GPU   gpu.UUID   `json:"gpu"`
@@ -39,7 +39,7 @@ type (
 	}
 )
 
-// MarshalJSON writes the piece's record.
+// MarshalJSON writes the piece as one object.
 func (p Piece) MarshalJSON() ([]byte, error) {
 	head, err := json.Marshal(pieceHead{p.GPU, p.Index, p.Of.Kind()})
 	own, errOwn := json.Marshal(p.Of)
@@ -56,7 +56,7 @@ func (p Piece) MarshalJSON() ([]byte, error) {
 // UnmarshalJSON reads what MarshalJSON writes. The error wraps gpu.ErrInvalid.
 func (p *Piece) UnmarshalJSON(data []byte) error { return p.read(data) }
 
-// read reads a piece from a record that has more for itself, by these names.
+// read reads a piece from an object that also has the fields named in more.
 func (p *Piece) read(data []byte, more ...string) error {
 	var r struct {
 		pieceHead
@@ -78,7 +78,8 @@ func (p *Piece) read(data []byte, more ...string) error {
 	return nil
 }
 
-// PiecesOf says what grants come to on a node's GPUs, of which the inventory tells.
+// PiecesOf returns the pieces of grants. Their indexes, shares and memory follow from the
+// inventory; a GPU that is not in it has the index -1.
 func PiecesOf(grants []ledger.Grant, inv *gpu.Inventory) []Piece {
 	out := make([]Piece, len(grants))
 	for i := range grants {
@@ -88,10 +89,10 @@ func PiecesOf(grants []ledger.Grant, inv *gpu.Inventory) []Piece {
 }
 
 func pieceOf(g *ledger.Grant, d *gpu.Device) Piece {
-	of, _ := g.In(piece.Share{}) // a unit of no size
+	of, _ := g.In(piece.Share{}) // the piece without the size of a unit
 	p := Piece{GPU: g.GPU, Index: -1, Of: of}
 	if d == nil {
-		d = new(gpu.Device) // one that is gone: there is only what the grant says
+		d = new(gpu.Device) // the GPU is gone: only the grant's own figures are left
 	} else {
 		p.Index = d.Index
 	}
@@ -101,16 +102,17 @@ func pieceOf(g *ledger.Grant, d *gpu.Device) Piece {
 	return p
 }
 
-// taken is the part of a piece that is in another one too, which somebody was given later.
+// taken returns the part of the piece, 0 to 1, that by takes from it: by was given later, and
+// the two overlap.
 func (p *Piece) taken(by *Piece) float64 {
 	switch {
 	case p.GPU != by.GPU || p.Share == 0 || by.Share == 0:
 		return 0
-	case p.Of.Kind() != by.Of.Kind(): // the GPU is laid out anew, and p is about to end
+	case p.Of.Kind() != by.Of.Kind(): // the GPU gets a new layout, and p is about to end
 		return min(1, by.Share/p.Share)
 	}
 	return piece.Common(p.Of, by.Of)
 }
 
-// String names the piece as people do.
+// String names the piece for people.
 func (p *Piece) String() string { return p.Of.String() }

@@ -13,13 +13,13 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Version is that of the records. A segment of a newer one is not read.
+// Version is the version of the records. Readers refuse a segment of a newer one.
 const Version = 1
 
-// Event says what a record is about.
+// Event is the kind of a record.
 type Event string
 
-// Events; see the package's comment.
+// Events; the package's comment has an example of each.
 const (
 	Began     Event = "began"
 	Started   Event = "started"
@@ -35,15 +35,16 @@ const (
 	Left      Event = "left-out"
 )
 
-// Record is one line of the journal. Which fields count depends on Event.
+// Record is one line of the journal. Event decides which fields are set.
 type Record struct {
 	Time  time.Time `json:"time"`
 	Event Event     `json:"event"`
-	// Grant is the number of the grant that it is about.
+	// Grant is the number of the grant; 0 if the record is about none.
 	Grant uint64 `json:"grant,omitempty"`
-	// Allocation, FrontEnd and Resource are the ledger's, Count is how many devices were
-	// asked for, and Pieces what was given. Adopted says that the grant is older: its agent
-	// was ended before it had written it down.
+	// Allocation, FrontEnd and Resource are the ledger's. Count is how many devices the pod
+	// asked for, and Pieces what it got; Count is also the number of records in "lost" and
+	// "left-out". Adopted is true if the grant is older than the record: the agent that made it
+	// ended before it could write it.
 	Allocation string          `json:"allocation,omitempty"`
 	FrontEnd   ledger.FrontEnd `json:"frontEnd,omitempty"`
 	Resource   string          `json:"resource,omitempty"`
@@ -51,53 +52,54 @@ type Record struct {
 	Pieces     []Piece         `json:"pieces,omitempty"`
 	Adopted    bool            `json:"adopted,omitempty"`
 	Holder
-	// GPU and Index are those that a refusal, a cut or a kill is about.
+	// GPU and Index name the GPU of a refusal, a cut or a kill.
 	GPU   gpu.UUID `json:"gpu,omitempty"`
 	Index *int     `json:"index,omitempty"`
-	// Op and Placement are a cut's: "create" and "3g.40gb@4".
+	// Op and Placement are set for a cut: "create" and "3g.40gb@4".
 	Op        string        `json:"op,omitempty"`
 	Placement string        `json:"placement,omitempty"`
 	Reason    status.Reason `json:"reason,omitempty"`
 	Message   string        `json:"message,omitempty"`
-	// Of and Before are of what was left out of the journal: Refused where that is what it
-	// tells of, and the time of the last of those records.
+	// Of and Before are set for "left-out". Of is Refused if refusals were left out, and empty
+	// for other records. Before is the time of the last record that was left out.
 	Of     Event     `json:"of,omitempty"`
 	Before time.Time `json:"before,omitzero"`
 	Used   []Use     `json:"used,omitempty"`
 	Book   *State    `json:"book,omitempty"`
 }
 
-// Holder is whose something is. All of it is empty where nobody has named one.
+// Holder is the container that a grant belongs to. All fields are empty while it is not known.
 type Holder struct {
 	Namespace string `json:"namespace,omitempty"`
 	Pod       string `json:"pod,omitempty"`
 	UID       string `json:"uid,omitempty"`
 	Container string `json:"container,omitempty"`
-	// Labels are those of the pod that --usage-labels names.
+	// Labels are the pod's labels that --usage-labels names.
 	Labels map[string]string `json:"labels,omitempty"`
 }
 
-// Same reports whether two holders are one container, whatever their labels are.
+// Same reports whether two holders are the same container. It ignores labels.
 func (h *Holder) Same(o *Holder) bool {
 	return h.Namespace == o.Namespace && h.Pod == o.Pod && h.UID == o.UID && h.Container == o.Container
 }
 
-// Use is what a grant's containers have used of a GPU since the grant began.
+// Use is how much a grant's containers have used a GPU since the grant began.
 type Use struct {
 	Grant uint64 `json:"grant"`
 	// GPU is the GPU's index.
 	GPU int `json:"gpu"`
-	// MiBMs is memory in MiB times milliseconds, BusyMs the milliseconds with a process on
-	// the GPU, and SMMs those of all its streaming multiprocessors, nil where the driver has
-	// not told.
+	// MiBMs is memory in MiB times milliseconds. BusyMs is the milliseconds with a process on
+	// the GPU. SMMs is the milliseconds of all its streaming multiprocessors; nil if the driver
+	// has not reported them.
 	MiBMs  uint64  `json:"mibMs"`
 	BusyMs uint64  `json:"busyMs"`
 	SMMs   *uint64 `json:"smMs,omitempty"`
-	// Idle is since when no process has been on the GPU, to the second; zero while one is.
+	// Idle is the time since which no process has been on the GPU, to the second; zero while
+	// one is.
 	Idle time.Time `json:"idle,omitzero"`
 }
 
-// State is a book in a record.
+// State is a book as a record holds it.
 type State struct {
 	Version int `json:"version"`
 	// Next is the number of the next grant.
@@ -106,8 +108,8 @@ type State struct {
 	Series []Past   `json:"series,omitempty"`
 }
 
-// Round drops what is less than a millisecond of times that are not the ledger's. A book's time is
-// kept whole, since it vouches for all that is older.
+// Round cuts the time to milliseconds. The times of the ledger stay whole, and so does that of
+// a book, since readers ignore a book that is older than a record they have.
 func (r *Record) Round() {
 	if r.Time = r.Time.UTC(); r.Event != Allocated && r.Event != Released && r.Event != Began {
 		r.Time = r.Time.Truncate(time.Millisecond)
@@ -124,7 +126,7 @@ func (r *Record) Append(out []byte) ([]byte, error) {
 	return append(append(out, line...), '\n'), nil
 }
 
-// Parse reads a line, with its newline or without. It is nil for a line that is no record.
+// Parse reads a line, with or without its newline. It returns nil if the line is not a record.
 func Parse(line []byte) *Record {
 	if line = bytes.TrimSpace(line); len(line) == 0 {
 		return nil

@@ -12,24 +12,24 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Report adds up what records tell of a stretch of time. Give it to a [Book] as its teller,
-// apply the records, and call Sum.
+// Report sums what records tell of a period. Pass it to [NewBook] as the observer, apply the
+// records, and call Sum.
 type Report struct {
 	from, to time.Time
 	by       func(*Grant) string
 	sums     map[string]*Sum
 }
 
-// Sum is a line of a report, in hours.
+// Sum is one line of a report. Its times are in hours.
 type Sum struct {
-	// Name is the namespace, the pod as "namespace/pod", or the value of the label; empty
-	// where nobody has it.
+	// Name is the namespace, the pod as "namespace/pod", or the value of a label. It is empty
+	// for grants without one.
 	Name string `json:"name"`
-	// Grants is how many there were.
+	// Grants is the number of grants.
 	Grants int `json:"grants"`
-	// GrantedGPUHours are parts of physical GPUs times hours, UsedGPUHours the same while a
-	// process was on the GPU, and SMHours the hours of all streaming multiprocessors of a
-	// GPU. What is nil is not known.
+	// GrantedGPUHours are parts of physical GPUs times hours. UsedGPUHours are the same,
+	// counted only while a process was on the GPU. SMHours are hours of all streaming
+	// multiprocessors of a GPU. A nil value is not known.
 	GrantedGPUHours float64  `json:"grantedGPUHours"`
 	UsedGPUHours    *float64 `json:"usedGPUHours"`
 	GrantedGiBHours float64  `json:"grantedGiBHours"`
@@ -39,13 +39,13 @@ type Sum struct {
 	amounts Amounts
 }
 
-// NewReport returns a report of what was between two times, with a line for each name that by
-// makes of a grant.
+// NewReport returns a report of the period between two times. It has one line for each name
+// that by returns.
 func NewReport(from, to time.Time, by func(*Grant) string) *Report {
 	return &Report{from: from, to: to, by: by, sums: map[string]*Sum{}}
 }
 
-// sum is the line of a grant.
+// sum returns the line of a grant, and adds it if need be.
 func (r *Report) sum(g *Grant) *Sum {
 	name := r.by(g)
 	if r.sums[name] == nil {
@@ -54,7 +54,7 @@ func (r *Report) sum(g *Grant) *Sum {
 	return r.sums[name]
 }
 
-// within is how long a stretch is, and how much of it is of the report's.
+// within returns how much of a stretch is in the report's period, and how long the stretch is.
 func (r *Report) within(from, to time.Time) (of, all time.Duration) {
 	all = to.Sub(from)
 	if from.Before(r.from) {
@@ -66,7 +66,7 @@ func (r *Report) within(from, to time.Time) (of, all time.Duration) {
 	return max(0, to.Sub(from)), all
 }
 
-// Granted is Teller's.
+// Granted implements [Observer].
 func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
 	if of, _ := r.within(from, to); of > 0 {
 		s := of.Seconds() * part
@@ -74,8 +74,8 @@ func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
 	}
 }
 
-// Used is Teller's. Of a stretch that began before the report, or ends after it, what was used
-// is divided evenly.
+// Used implements [Observer]. If a stretch is partly outside the report's period, its use is
+// divided evenly over its time.
 func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
 	of, all := r.within(from, to)
 	if of <= 0 || all <= 0 {
@@ -89,7 +89,7 @@ func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
 	r.sum(g).amounts.Add(a)
 }
 
-// Ended is Teller's.
+// Ended implements [Observer].
 func (r *Report) Ended(g *Grant) { r.count(g, g.Until) }
 
 func (r *Report) count(g *Grant, until time.Time) {
@@ -98,8 +98,7 @@ func (r *Report) count(g *Grant, until time.Time) {
 	}
 }
 
-// Sum returns the lines, those with most GPU hours first; b is the book that the records went
-// to.
+// Sum returns the lines, most GPU hours first. b is the book that the records were applied to.
 func (r *Report) Sum(b *Book) []Sum {
 	for _, g := range b.Open() {
 		for i := range g.Held {
@@ -127,27 +126,26 @@ func (r *Report) Sum(b *Book) []Sum {
 	return out
 }
 
-// Presence finds who had something of a GPU at a moment. Give it to a [Book] as its teller,
-// apply the records, those after the moment too, and call Who.
+// Presence finds who had a part of a GPU at a moment. Pass it to [NewBook] as the observer, apply
+// the records, also those after the moment, and call Who.
 type Presence struct {
 	at  time.Time
 	gpu string
 	had map[uint64]*Grant
 }
 
-// NewPresence returns a search; which is a GPU's index, its UUID or a part of that with which
-// it begins, and empty for all.
+// NewPresence returns a search for a GPU's index or its UUID; an empty string matches all GPUs.
 func NewPresence(at time.Time, which string) *Presence {
 	return &Presence{at: at, gpu: which, had: map[uint64]*Grant{}}
 }
 
-// Granted is Teller's.
+// Granted implements [Observer].
 func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64) {}
 
-// Used is Teller's.
+// Used implements [Observer].
 func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
 
-// Ended is Teller's.
+// Ended implements [Observer].
 func (p *Presence) Ended(g *Grant) {
 	if !g.Since.After(p.at) && g.Until.After(p.at) &&
 		slices.ContainsFunc(g.Held, func(h Held) bool { return p.on(&h) }) {
@@ -159,7 +157,7 @@ func (p *Presence) on(h *Held) bool {
 	return p.gpu == "" || p.gpu == strconv.Itoa(h.Index) || h.GPU == gpu.UUID(p.gpu)
 }
 
-// Had is a piece of a GPU that somebody had.
+// Had is a piece of a GPU, and the container that had it.
 type Had struct {
 	Index      int       `json:"index"`
 	GPU        gpu.UUID  `json:"gpu"`
@@ -172,7 +170,8 @@ type Had struct {
 	Holder
 }
 
-// Who returns what was had, by GPU and time; b is the book that the records went to.
+// Who returns the pieces that were held, ordered by GPU and time. b is the book that the
+// records were applied to.
 func (p *Presence) Who(b *Book) []Had {
 	for _, g := range b.Open() {
 		if !g.Since.After(p.at) {

@@ -12,18 +12,18 @@ import (
 	"time"
 )
 
-// Owner is whose part of the journal a record takes: a namespace's, of which what was refused
-// is counted for itself. The zero value is the node, which has what is nobody's: changes of
-// GPUs, and grants whose holder was not named.
+// Owner is what a record counts against when the journal is full: a namespace, or a namespace's
+// refusals. The zero value is the node. It owns changes of GPUs, and grants whose holder was
+// never named.
 type Owner struct {
 	Refused   bool
 	Namespace string
 }
 
-// refusedMark is no letter of a namespace.
+// refusedMark begins the text of an owner of refusals. No namespace can contain it.
 const refusedMark = "!"
 
-// MarshalText is encoding.TextMarshaler's.
+// MarshalText implements encoding.TextMarshaler.
 func (o Owner) MarshalText() ([]byte, error) {
 	if o.Refused {
 		return []byte(refusedMark + o.Namespace), nil
@@ -31,13 +31,13 @@ func (o Owner) MarshalText() ([]byte, error) {
 	return []byte(o.Namespace), nil
 }
 
-// UnmarshalText is encoding.TextUnmarshaler's.
+// UnmarshalText implements encoding.TextUnmarshaler.
 func (o *Owner) UnmarshalText(text []byte) error {
 	o.Namespace, o.Refused = strings.CutPrefix(string(text), refusedMark)
 	return nil
 }
 
-// Compare orders owners.
+// Compare orders owners by namespace, those of refusals last.
 func (o Owner) Compare(p Owner) int {
 	if o.Refused != p.Refused {
 		if o.Refused {
@@ -48,8 +48,8 @@ func (o Owner) Compare(p Owner) int {
 	return strings.Compare(o.Namespace, p.Namespace)
 }
 
-// owner is whose a record is, where names has the namespaces of grants. A record of use is
-// several owners', and a book is nobody's.
+// owner returns the owner of a record; names maps a grant's number to its namespace. A record
+// of use has several owners, and a book has none: do not call it for these.
 func (r *Record) owner(names map[uint64]string) Owner {
 	switch {
 	case r.Event == Refused || r.Event == Left && r.Of == Refused:
@@ -60,39 +60,39 @@ func (r *Record) owner(names map[uint64]string) Owner {
 	return Owner{Namespace: names[r.Grant]}
 }
 
-// Weight is what an owner has of a segment.
+// Weight is how much of a segment an owner has.
 type Weight struct {
-	// Bytes are those of its lines, as they were before the segment was compressed, and
-	// Records how many those are. Records of use and books are not counted.
+	// Bytes is the length of the owner's lines, before compression. Records is their number,
+	// without records of use and books.
 	Bytes   int64 `json:"b,omitempty"`
 	Records int   `json:"n,omitempty"`
-	// Open says that a grant of the owner was open when the segment began.
+	// Open is true if the owner had an open grant when the segment began.
 	Open bool `json:"o,omitempty"`
 }
 
-// Weights are what a segment has of everybody. Bytes are all of its bytes, books included,
-// and Until is the time of its last record.
+// Weights are the weights of all owners in a segment. Bytes is the length of all lines, with
+// books, and Until is the time of the last record.
 type Weights struct {
 	Bytes int64            `json:"raw"`
 	Until time.Time        `json:"until"`
 	Of    map[Owner]Weight `json:"of"`
 }
 
-// scale weighs records. A grant is often named after its first line, so that the lines of
-// grants are kept by their numbers until all have been seen.
-type scale struct {
+// weigher computes the weights of records. A grant is often named after its first line, so its
+// lines are counted by its number until all records have been seen.
+type weigher struct {
 	w      Weights
 	names  map[uint64]string
 	grants map[uint64]Weight
 	seen   bool
 }
 
-func newScale() scale {
-	return scale{w: Weights{Of: map[Owner]Weight{}}, names: map[uint64]string{}, grants: map[uint64]Weight{}}
+func newWeigher() weigher {
+	return weigher{w: Weights{Of: map[Owner]Weight{}}, names: map[uint64]string{}, grants: map[uint64]Weight{}}
 }
 
-// meet learns what a record calls the grants.
-func (s *scale) meet(r *Record) { learn(s.names, r) }
+// learn notes the namespaces of grants in a record.
+func (s *weigher) learn(r *Record) { learn(s.names, r) }
 
 func learn(names map[uint64]string, r *Record) {
 	for _, g := range r.Book.open() {
@@ -105,8 +105,8 @@ func learn(names map[uint64]string, r *Record) {
 	}
 }
 
-func (s *scale) add(r *Record, size int) {
-	s.meet(r)
+func (s *weigher) add(r *Record, size int) {
+	s.learn(r)
 	s.w.Bytes += int64(size)
 	if r.Time.After(s.w.Until) {
 		s.w.Until = r.Time
@@ -119,7 +119,7 @@ func (s *scale) add(r *Record, size int) {
 	case r.Event == Began:
 		for _, g := range r.Book.open() {
 			w := s.grants[g.Number]
-			w.Open = w.Open || !s.seen // a book in the middle opens nothing that was not there
+			w.Open = w.Open || !s.seen // a later book opens no grant that was not there before
 			s.grants[g.Number] = w
 		}
 	case r.Event == Used:
@@ -137,7 +137,7 @@ func (s *scale) add(r *Record, size int) {
 	s.seen = true
 }
 
-func (s *scale) weights() Weights {
+func (s *weigher) weights() Weights {
 	out := s.w
 	out.Of = maps.Clone(s.w.Of)
 	for n, g := range s.grants {
@@ -149,20 +149,21 @@ func (s *scale) weights() Weights {
 	return out
 }
 
-// Survey is what has to be known of a segment before some of it is left out.
+// Survey holds what a copier must know about a segment before it leaves out parts of it: the
+// namespaces of grants, and which grants began and ended there.
 type Survey struct {
 	names        map[uint64]string
 	began, ended map[uint64]bool
 }
 
-// ofGrants are in lines that tell something of grants: others need not be read, and most lines
-// of a flood are others.
+// ofGrants are texts in lines that tell about grants. Other lines need not be parsed: in a
+// flood of refusals that is most of them.
 var ofGrants = [][]byte{
 	[]byte(`"event":"began"`), []byte(`"event":"allocated"`), []byte(`"event":"held"`),
 	[]byte(`"event":"released"`),
 }
 
-// NewSurvey reads a segment, to its end or as far as it can be read.
+// NewSurvey reads a segment, to its end or to the first error.
 func NewSurvey(from io.Reader) *Survey {
 	s := &Survey{names: map[uint64]string{}, began: map[uint64]bool{}, ended: map[uint64]bool{}}
 	lines := bufio.NewReader(from)
@@ -185,16 +186,18 @@ func NewSurvey(from io.Reader) *Survey {
 	}
 }
 
-// Trim is what goes of an owner's lines in a segment: all of them, and its grants in the book
-// too, or about so many bytes of the oldest. Then what goes of grants is those that began and
-// ended in the segment: one that goes on must not lose its beginning. The same holds of grants
-// that are nobody's in this segment, however much goes: they may be named in the next one.
+// Trim is which of an owner's lines are left out of a segment. If All is true, all of them go,
+// and also the owner's grants in the book. Otherwise about Bytes of the oldest lines go.
+//
+// A trim by Bytes removes only grants that began and ended in the segment: a grant that goes on
+// must keep its beginning. For grants without a namespace in this segment that holds even if
+// All is true: the next segment may name their holder.
 type Trim struct {
 	All   bool
 	Bytes int64
 }
 
-// Dropped is what was left out for owners.
+// Dropped is what was left out, by owner.
 type Dropped map[Owner]Loss
 
 // Loss is how many records an owner has lost, and the time of the last of them.
@@ -203,7 +206,7 @@ type Loss struct {
 	Before  time.Time
 }
 
-// Add adds a loss.
+// Add adds a loss to an owner's.
 func (d Dropped) Add(o Owner, l Loss) {
 	old := d[o]
 	if l.Before.Before(old.Before) {
@@ -213,7 +216,7 @@ func (d Dropped) Add(o Owner, l Loss) {
 	d[o] = l
 }
 
-// Noting returns apply, with what records tell of losses added to these.
+// Noting returns a function that adds the losses in "left-out" records to d, and calls apply.
 func (d Dropped) Noting(apply func(*Record)) func(*Record) {
 	return func(r *Record) {
 		if r.Event == Left {
@@ -223,7 +226,7 @@ func (d Dropped) Noting(apply func(*Record)) func(*Record) {
 	}
 }
 
-// Records are the lines that tell of what was left out, by owner. They have no time yet.
+// Records returns one "left-out" record for each owner. The records have no time yet.
 func (d Dropped) Records() (out []Record) {
 	for _, o := range slices.SortedFunc(maps.Keys(d), Owner.Compare) {
 		r := Record{Event: Left, Count: d[o].Records, Before: d[o].Before, Holder: Holder{Namespace: o.Namespace}}
@@ -235,16 +238,16 @@ func (d Dropped) Records() (out []Record) {
 	return out
 }
 
-// filter leaves out of a segment what its trims say.
+// filter applies an [Omit] to the records of a segment.
 type filter struct {
 	Omit
-	left    map[Owner]int64 // bytes that still go
-	gone    map[uint64]bool // grants whose lines go
+	left    map[Owner]int64 // bytes that are still to be left out
+	gone    map[uint64]bool // grants whose lines are left out
 	dropped Dropped
 }
 
-// record reports whether a record stays. Where only a part of it does, it changes the record
-// and its line.
+// record reports whether a record stays. If only a part of it stays, it changes the record or
+// its line.
 func (f *filter) record(r *Record, line *[]byte) bool {
 	switch {
 	case r.Event == Began:
@@ -272,20 +275,20 @@ func (f *filter) record(r *Record, line *[]byte) bool {
 	}
 	f.left[o] -= int64(len(*line))
 	l := Loss{Records: 1, Before: r.Time}
-	if r.Event == Left { // what it counted is still lost
+	if r.Event == Left { // the records that it counts are still lost
 		l = Loss{Records: r.Count, Before: r.Before}
 	}
 	f.dropped.Add(o, l)
 	return false
 }
 
-// all reports whether all goes that is known of a grant.
+// all reports whether everything of a grant goes: its namespace is known, and is trimmed whole.
 func (f *filter) all(grant uint64) bool {
 	name := f.Survey.names[grant]
 	return name != "" && f.Trims[Owner{Namespace: name}].All
 }
 
-// book takes out of a book what is trimmed.
+// book removes the trimmed grants, and the totals of ended containers, from a record of a book.
 func (f *filter) book(r *Record, line *[]byte) {
 	if r.Book == nil || len(r.Book.Series) == 0 && len(f.Trims) == 0 {
 		return
@@ -301,8 +304,8 @@ func (f *filter) book(r *Record, line *[]byte) {
 	}
 }
 
-// WithoutSeries is the line of a book without what ended containers come to. A line that is
-// none stays as it is.
+// WithoutSeries returns a book's line without the totals of ended containers. It returns any
+// other line unchanged.
 func WithoutSeries(line []byte) []byte {
 	if r := Parse(line); r != nil && r.Event == Began {
 		(&filter{}).book(r, &line)

@@ -14,48 +14,50 @@ import (
 	"time"
 )
 
-// thinned is how long apart the records of use are that are kept of segments that are over.
-const thinned = 3 * time.Hour
+// keptEvery is the time between two records of use that a copy keeps.
+const keptEvery = 3 * time.Hour
 
-// Copier writes segments that are over, one after another, as one. All is kept but most of
-// the records of use, whose totals are cumulative: the last of each three hours tells what the
-// others do. Lines that are no records are left out, so is what ended containers come to,
-// which is for the process after, and so is what an [Omit] says. It weighs what it writes.
-// Use [NewCopier].
+// Copier copies closed segments, one after another, into one. It keeps all records, except for
+// most of those of use: their totals are cumulative, so the last one of each three hours is
+// enough. It leaves out lines that are not records, what [Omit] names, and the totals of ended
+// containers, which only a starting agent needs. It weighs what it writes. Use [NewCopier].
 type Copier struct {
 	to io.Writer
-	// last is what was used until at, since the time since.
-	last      map[place]Use
+	// pending holds the use up to at that is not written yet; the first of it came at since.
+	pending   map[useKey]Use
 	since, at time.Time
-	// of has the last grant of each allocation.
-	of    map[string]uint64
-	out   []byte
-	weigh scale
-	left  Dropped
+	// lastGrant maps an allocation to its last grant.
+	lastGrant map[string]uint64
+	out       []byte
+	weigh     weigher
+	left      Dropped
 }
 
-// Omit says what of a segment is not copied.
+// Omit is what to leave out of a segment.
 type Omit struct {
-	// Trims are what goes of owners, and Survey what the segment has; both are nil where all
-	// stays.
+	// Trims has what is left out for each owner, and Survey describes the segment. Both are nil
+	// if all owners keep everything.
 	Trims  map[Owner]Trim
 	Survey *Survey
-	// Joined leaves out the book that the segment begins with: the segment before, which was
-	// copied, leads to it.
+	// Joined is true if the segment continues the one that was copied last. The book at its
+	// beginning is then left out, since the earlier records lead to it.
 	Joined bool
 }
 
-type place struct {
+type useKey struct {
 	grant uint64
 	gpu   int
 }
 
-// NewCopier returns a copier that writes to a writer, a line at a time.
+// NewCopier returns a copier that writes to a writer, one line at a time.
 func NewCopier(to io.Writer) *Copier {
-	return &Copier{to: to, last: map[place]Use{}, of: map[string]uint64{}, weigh: newScale(), left: Dropped{}}
+	return &Copier{
+		to: to, pending: map[useKey]Use{}, lastGrant: map[string]uint64{}, weigh: newWeigher(), left: Dropped{},
+	}
 }
 
-// Copy copies a segment. After an error that wraps [ErrRead] all is copied that could be read.
+// Copy copies a segment. If the error wraps [ErrRead], the segment could not be read to its
+// end, and all up to there was copied.
 func (c *Copier) Copy(from io.Reader, p Omit) error {
 	f := filter{Omit: p, left: map[Owner]int64{}, gone: map[uint64]bool{}, dropped: c.left}
 	for o, trim := range p.Trims {
@@ -67,7 +69,7 @@ func (c *Copier) Copy(from io.Reader, p Omit) error {
 		if r := Parse(line); r != nil {
 			kept := f.record(r, &line)
 			if first && p.Joined && r.Event == Began {
-				c.weigh.meet(r) // what it calls the grants counts on
+				c.weigh.learn(r) // later records need the namespaces in it
 				c.begins(r)
 				kept = false
 			}
@@ -86,11 +88,11 @@ func (c *Copier) Copy(from io.Reader, p Omit) error {
 	}
 }
 
-// ErrRead says that a segment could not be read to its end.
+// ErrRead is the error for a segment that could not be read to its end.
 var ErrRead = errors.New("read a segment")
 
-// Close writes what is still to be written. It returns what the copy weighs, and what was
-// left out of it by trims.
+// Close writes the last record of use. It returns the weights of what was written, and what the
+// trims left out.
 func (c *Copier) Close() (Weights, Dropped, error) {
 	err := c.flush()
 	return c.weigh.weights(), c.left, err
@@ -98,12 +100,12 @@ func (c *Copier) Close() (Weights, Dropped, error) {
 
 func (c *Copier) begins(r *Record) {
 	for _, g := range r.Book.open() {
-		c.of[g.Allocation] = g.Number
+		c.lastGrant[g.Allocation] = g.Number
 	}
 }
 
 func (c *Copier) record(r *Record, line []byte) error {
-	if len(c.last) > 0 && r.Time.Sub(c.since) >= thinned {
+	if len(c.pending) > 0 && r.Time.Sub(c.since) >= keptEvery {
 		if err := c.flush(); err != nil {
 			return err
 		}
@@ -112,24 +114,24 @@ func (c *Copier) record(r *Record, line []byte) error {
 	case Began:
 		c.begins(r)
 	case Allocated:
-		if old := c.of[r.Allocation]; old != 0 && c.has(old) { // it ends here: its release was lost
+		if old := c.lastGrant[r.Allocation]; old != 0 && c.has(old) { // it ends here: its release was lost
 			if err := c.flush(); err != nil {
 				return err
 			}
 		}
-		c.of[r.Allocation] = r.Grant
+		c.lastGrant[r.Allocation] = r.Grant
 	case Used:
-		if len(c.last) == 0 {
+		if len(c.pending) == 0 {
 			c.since = r.Time
 		}
 		for _, u := range r.Used {
-			c.last[place{u.Grant, u.GPU}] = u
+			c.pending[useKey{u.Grant, u.GPU}] = u
 		}
 		c.at = r.Time
 		return nil
-	case Released: // has the last of its own
+	case Released: // has the last use of the grant
 		for _, u := range r.Used {
-			delete(c.last, place{u.Grant, u.GPU})
+			delete(c.pending, useKey{u.Grant, u.GPU})
 		}
 	}
 	return c.write(r, append(bytes.TrimRight(line, "\n"), '\n'))
@@ -144,7 +146,7 @@ func (c *Copier) write(r *Record, line []byte) error {
 }
 
 func (c *Copier) has(grant uint64) bool {
-	for p := range c.last {
+	for p := range c.pending {
 		if p.grant == grant {
 			return true
 		}
@@ -159,15 +161,15 @@ func (s *State) open() []*Grant {
 	return s.Open
 }
 
-// flush writes what was used until now.
+// flush writes the use that is not written yet, as one record.
 func (c *Copier) flush() error {
-	if len(c.last) == 0 {
+	if len(c.pending) == 0 {
 		return nil
 	}
-	r := Record{Time: c.at, Event: Used, Used: slices.SortedFunc(maps.Values(c.last), func(a, b Use) int {
+	r := Record{Time: c.at, Event: Used, Used: slices.SortedFunc(maps.Values(c.pending), func(a, b Use) int {
 		return cmp.Or(cmp.Compare(a.Grant, b.Grant), cmp.Compare(a.GPU, b.GPU))
 	})}
-	clear(c.last)
+	clear(c.pending)
 	var err error
 	if c.out, err = r.Append(c.out[:0]); err != nil {
 		return err

@@ -18,29 +18,29 @@ import (
 	"example.com/gpu-agent/internal/usage"
 )
 
-// index says what a packed segment has. It stands in the extra field of the gzip header
-// (RFC 1952, 2.3.1.1), which every other reader passes over.
+// index describes the content of a packed segment. It is in the extra field of the gzip header
+// (RFC 1952, 2.3.1.1), which every other reader ignores.
 type index struct {
 	// Last is the number of the last segment that was joined to this one; the segment's own
-	// where none was.
+	// number if none was.
 	Last uint64 `json:"last"`
-	// Damaged says that the segment cannot be read to its end.
+	// Damaged is true if the segment cannot be read to its end.
 	Damaged bool `json:"damaged,omitempty"`
 	usage.Weights
 }
 
 const (
-	// mark is the name of our part of the extra field, and plainHeader the length of a gzip
-	// header without one.
+	// mark is the ID of our part of the extra field. plainHeader is the length in bytes of a
+	// gzip header without extra fields.
 	mark        = "GA"
 	plainHeader = 10
 	extraFlag   = 4
-	// mostIndex bounds an index: an extra field holds 65535 bytes.
+	// mostIndex bounds an index, in bytes: an extra field holds 65535.
 	mostIndex = 60_000
 )
 
-// header is a gzip header with an index. Of more owners than there is room for it has those
-// with the most; what the others have cannot be told from what is nobody's, and stays.
+// header returns a gzip header with the index. If there are too many owners for it, the index
+// has those with the most bytes. Lines of the other owners are then never trimmed.
 func (x index) header() ([]byte, error) {
 	text, err := json.Marshal(x)
 	if err == nil && len(text) > mostIndex {
@@ -67,7 +67,7 @@ func (x index) header() ([]byte, error) {
 	return append(out, text...), nil
 }
 
-// indexOf reads the index in an extra field; it is nil where there is none.
+// indexOf returns the index in an extra field, or nil if there is none.
 func indexOf(extra []byte) *index {
 	for len(extra) >= len(mark)+2 {
 		name, size := string(extra[:2]), int(binary.LittleEndian.Uint16(extra[2:]))
@@ -83,14 +83,15 @@ func indexOf(extra []byte) *index {
 	return nil
 }
 
-// info is a packed segment with what it has.
+// info is a packed segment with its size in bytes and its index.
 type info struct {
 	segment
 	size int64
 	index
 }
 
-// infos are the packed segments, but those that were joined to one before.
+// infos returns the packed segments. It removes those that were already joined to an earlier
+// one.
 func (s *Store) infos() (out []info, err error) {
 	all, err := list(s.root.FS())
 	if err != nil {
@@ -123,15 +124,15 @@ func (s *Store) infos() (out []info, err error) {
 	return out, nil
 }
 
-// index reads a segment's index. One that an older agent has packed is weighed, once: it is
-// given an index, and its compressed bytes stay as they are.
+// index reads a segment's index. If an older agent packed the segment, it has none: index reads
+// the segment once and adds one, and leaves its compressed bytes as they are.
 func (s *Store) index(g segment) (*index, error) {
 	f, err := s.root.Open(g.name)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	// The header is read without a gzip reader, which takes 40 KiB.
+	// A gzip reader would take 40 KiB, so the header is read by hand.
 	head := make([]byte, plainHeader+2)
 	if n, err := io.ReadFull(f, head); err == nil && head[3]&extraFlag != 0 {
 		extra := make([]byte, binary.LittleEndian.Uint16(head[plainHeader:]))
@@ -160,13 +161,13 @@ func (s *Store) index(g segment) (*index, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(packed) < plainHeader || packed[3] != 0 { // no agent's: it is weighed again each time
+	if len(packed) < plainHeader || packed[3] != 0 { // not written by an agent: it is read again each time
 		return x, nil
 	}
 	return x, s.put(g.n, *x, packed[plainHeader:])
 }
 
-// put writes a packed segment: what follows its header, and an index.
+// put writes a packed segment: a header with the index, and then rest.
 func (s *Store) put(n uint64, x index, rest []byte) (err error) {
 	header, err := x.header()
 	if err != nil {
@@ -192,15 +193,15 @@ func (s *Store) put(n uint64, x index, rest []byte) (err error) {
 	return s.root.Rename(temp, name(n, packedSuffix))
 }
 
-// copied is a packed segment in the making.
-type copied struct {
+// packer makes a packed segment.
+type packer struct {
 	*usage.Copier
 	packed bytes.Buffer
 	z      *gzip.Writer
 }
 
-func newCopied() (*copied, error) {
-	c := &copied{}
+func newPacker() (*packer, error) {
+	c := &packer{}
 	var err error
 	if c.z, err = gzip.NewWriterLevel(&c.packed, gzip.BestCompression); err != nil {
 		return nil, err
@@ -209,8 +210,8 @@ func newCopied() (*copied, error) {
 	return c, nil
 }
 
-// close returns what follows the header, what that has, and what was left out of it.
-func (c *copied) close() ([]byte, usage.Weights, usage.Dropped, error) {
+// close returns the packed segment after its header, its weights, and what was left out of it.
+func (c *packer) close() ([]byte, usage.Weights, usage.Dropped, error) {
 	w, dropped, err := c.Copier.Close()
 	if err = errors.Join(err, c.z.Close()); err != nil {
 		return nil, w, nil, err

@@ -4,8 +4,8 @@ package segments
 
 import "example.com/gpu-agent/internal/usage"
 
-// Late is a Store that is opened when it is first used, and again and again until that
-// succeeds: a journal that cannot be opened stops nobody.
+// Late opens its Store at the first use, and tries again at each use until that succeeds. So a
+// journal that cannot be opened does not keep the agent from starting.
 type Late struct {
 	Dir     string
 	Options Options

@@ -16,10 +16,10 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// Read calls apply for each record from since on, and for some before: it begins with the last
-// segment whose first record is not later. Zero reads all. What is damaged is left out. A
-// directory that is not there is an empty journal. The error wraps gpu.ErrNotSupported where a
-// newer version has written.
+// Read calls apply for each record since a time, and for some before it: it begins with the
+// last segment whose first record is not later than since. A zero since reads all. Read skips
+// what is damaged. A missing directory is an empty journal. The error wraps gpu.ErrNotSupported
+// if a newer version wrote a segment.
 func Read(dir string, since time.Time, apply func(*usage.Record)) error {
 	all, err := list(os.DirFS(dir))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -38,7 +38,8 @@ func Read(dir string, since time.Time, apply func(*usage.Record)) error {
 	return read(dir, all.segments[first:], apply)
 }
 
-// ReadLast calls apply for the records that make the book of now.
+// ReadLast calls apply for the records that lead to today's book: those from the last segment
+// that begins with a book.
 func ReadLast(dir string, apply func(*usage.Record)) error {
 	all, err := list(os.DirFS(dir))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -55,7 +56,7 @@ func ReadLast(dir string, apply func(*usage.Record)) error {
 	return nil
 }
 
-// head is the record that a segment begins with, nil where that is not a book.
+// head returns the book that a segment begins with, or nil if it begins with something else.
 func head(dir string, g segment) (first *usage.Record) {
 	f, err := open(dir, g)
 	if err != nil {
@@ -81,7 +82,7 @@ func read(dir string, of []segment, apply func(*usage.Record)) error {
 			_ = f.Close()
 		}
 	}()
-	covered := uint64(0) // the last one that was joined to one before
+	covered := uint64(0) // the last segment that was joined to an earlier one
 	for _, f := range files {
 		if f.n <= covered {
 			continue // its removal was interrupted, or is under way
@@ -109,9 +110,8 @@ func read(dir string, of []segment, apply func(*usage.Record)) error {
 	return nil
 }
 
-// openAll opens segments, so that all of them are there to the end of the reading: an agent
-// packs, joins and removes them meanwhile. Where one has gone while this looked, it looks
-// again.
+// openAll opens segments, so that all of them stay readable: an agent packs, joins and removes
+// segments meanwhile. If one has gone before it was opened, openAll lists the directory again.
 func openAll(dir string, of []segment) (files []file, err error) {
 	for range 5 {
 		for _, g := range of {
@@ -137,7 +137,8 @@ func openAll(dir string, of []segment) (files []file, err error) {
 			return nil, lerr
 		}
 		err = nil
-		// What began with the first one may be in one before it now; it is read from there.
+		// The first segment may have been joined to an earlier one. Its records are read from
+		// there.
 		of = all.segments
 		for i := len(of) - 1; i > 0; i-- {
 			if of[i].n <= first {
@@ -149,8 +150,9 @@ func openAll(dir string, of []segment) (files []file, err error) {
 	return nil, errors.New("its segments change too fast: try again")
 }
 
-// each calls more for each record of a segment until that is false, and returns the segment's
-// index, nil where it has none. A segment that is cut short, or damaged, ends there.
+// each calls more for each record of a segment until more returns false. It returns the
+// segment's index, or nil if there is none. A segment that is cut short or damaged ends there,
+// without an error.
 func (f *file) each(more func(*usage.Record) bool) (*index, error) {
 	var x *index
 	from := io.Reader(f)

@@ -18,8 +18,8 @@ import (
 )
 
 const (
-	// DefaultMax is the bound on all segments together, and DefaultSegment the size at which
-	// the next one begins: what a starting agent reads.
+	// DefaultMax is the bound on all segments together, in bytes. DefaultSegment is the size at
+	// which a segment is full; a starting agent reads about as much.
 	DefaultMax     = 64 << 20
 	DefaultSegment = 2 << 20
 
@@ -28,13 +28,14 @@ const (
 	fileMode, dirMode = 0o600, 0o700
 )
 
-// Options are those of a Store; zero stands for the default.
+// Options are the sizes of a Store in bytes: Max of all segments, Segment of one. Zero is the
+// default.
 type Options struct {
 	Max, Segment int64
 }
 
-// Store writes the journal of a directory. It is for one goroutine of one process: the agent's
-// state directory, which it lies in, is locked.
+// Store writes the journal in a directory. Only one goroutine of one process may use it. The
+// directory is in the agent's state directory, which is locked.
 type Store struct {
 	dir  string
 	o    Options
@@ -43,13 +44,13 @@ type Store struct {
 	last *os.File
 	n    uint64
 	size int64
-	// torn says that the last segment does not end in a newline.
+	// torn is true if the last segment does not end in a newline.
 	torn bool
-	// dropped is what had to go, and nobody was told of yet.
+	// dropped is what was removed since the last call of Dropped.
 	dropped usage.Dropped
 }
 
-// Open makes the directory if it is missing, finishes what a killed predecessor had begun and
+// Open makes the directory if it is missing, removes the temporary files of a killed agent, and
 // opens the last segment.
 func Open(dir string, o Options) (*Store, error) {
 	if o.Max <= 0 {
@@ -83,7 +84,7 @@ func (s *Store) open() error {
 		}
 	}
 	if s.n = 1; len(all.segments) > 0 {
-		// A packed one that is the last has lost its successor: that comes anew.
+		// A packed last segment has no successor yet, so one is begun.
 		if last := all.segments[len(all.segments)-1]; last.packed {
 			s.n = last.n + 1
 		} else {
@@ -93,7 +94,7 @@ func (s *Store) open() error {
 	return s.begin()
 }
 
-// begin opens the segment with number n to be written to.
+// begin opens the segment with number n for writing.
 func (s *Store) begin() error {
 	f, err := s.root.OpenFile(name(s.n, plainSuffix), os.O_RDWR|os.O_APPEND|os.O_CREATE, fileMode)
 	if err != nil {
@@ -114,11 +115,11 @@ func (s *Store) begin() error {
 	return nil
 }
 
-// Last calls apply for the records that make the book of now.
+// Last calls apply for the records that lead to today's book.
 func (s *Store) Last(apply func(*usage.Record)) error { return ReadLast(s.dir, apply) }
 
-// Append adds lines, each with its newline, by one write, and returns how many bytes of them
-// are there. After an error that may be some, and the last line torn.
+// Append writes lines, each with its newline, in one write. It returns how many bytes of them
+// were written. After an error the last line may be torn.
 func (s *Store) Append(lines []byte) (int, error) {
 	out := lines
 	if s.torn {
@@ -135,10 +136,10 @@ func (s *Store) Append(lines []byte) (int, error) {
 	return n, nil
 }
 
-// Full reports whether the next segment is due.
+// Full reports whether the next segment should begin.
 func (s *Store) Full() bool { return s.size >= s.o.Segment }
 
-// Fresh reports whether nothing is in the last segment: it lacks its first line.
+// Fresh reports whether the last segment is empty: its first line is still to be written.
 func (s *Store) Fresh() bool { return s.size == 0 }
 
 // Flush makes what was written survive a power failure.
@@ -149,8 +150,8 @@ func (s *Store) Flush() error {
 	return nil
 }
 
-// Next begins the next segment with a line. Tidy is due then. Where many containers have
-// ended within the hour, the line would fill the segment: then it goes without them.
+// Next begins the next segment with the line first; call Tidy afterwards. If many containers
+// have ended within the hour, their totals would fill the segment. Next then leaves them out.
 func (s *Store) Next(first []byte) error {
 	if int64(len(first)) > s.o.Segment/4 {
 		first = usage.WithoutSeries(first)
@@ -164,7 +165,7 @@ func (s *Store) Next(first []byte) error {
 		return s.hint("begin a segment of", s.begin())
 	}
 	if _, err := s.Append(first); err != nil {
-		// The old one goes on. What was begun holds no record.
+		// The old segment goes on. The new one holds no record.
 		err = errors.Join(err, s.last.Close(), s.root.Remove(name(s.n, plainSuffix)))
 		*s = old
 		return err
@@ -172,8 +173,8 @@ func (s *Store) Next(first []byte) error {
 	return old.last.Close()
 }
 
-// Tidy packs the segments that are over, and has all of them fit the bound: refusals go
-// first, then the oldest of those who have the most. [Store.Dropped] tells of it.
+// Tidy packs the closed segments, and makes all segments fit the bound. Refusals go first, then
+// the oldest records of the owners with the most. [Store.Dropped] returns what went.
 func (s *Store) Tidy() error {
 	all, err := list(s.root.FS())
 	if err != nil {
@@ -185,7 +186,7 @@ func (s *Store) Tidy() error {
 			errs = append(errs, s.pack(g.n))
 		}
 	}
-	// The last one may grow until it is full, and once more as long until it is packed.
+	// The last segment may grow until it is full, and by as much again until it is packed.
 	errs = append(errs, s.fit(s.o.Max-2*s.o.Segment))
 	if err := errors.Join(errs...); err != nil {
 		return s.hint("tidy", err)
@@ -193,14 +194,14 @@ func (s *Store) Tidy() error {
 	return nil
 }
 
-// pack compresses a segment that is over.
+// pack compresses a closed segment.
 func (s *Store) pack(n uint64) error {
 	from, err := s.root.Open(name(n, plainSuffix))
 	if err != nil {
 		return err
 	}
 	defer from.Close()
-	c, err := newCopied()
+	c, err := newPacker()
 	if err != nil {
 		return err
 	}
@@ -232,7 +233,7 @@ func (s *Store) hint(verb string, err error) error {
 
 func name(n uint64, suffix string) string { return fmt.Sprintf("%010d%s", n, suffix) }
 
-// segment is one file; where both forms of one stand, that is the packed one.
+// segment is one file. If a segment exists in both forms, list returns the packed one.
 type segment struct {
 	n      uint64
 	name   string
@@ -240,7 +241,7 @@ type segment struct {
 }
 
 type listing struct {
-	segments  []segment // by their numbers
+	segments  []segment // ordered by number
 	temporary []string
 }
 
@@ -269,13 +270,13 @@ func list(dir fs.FS) (listing, error) {
 		if a.n != b.n {
 			return int(int64(a.n) - int64(b.n))
 		}
-		return strings.Compare(b.name, a.name) // the packed one first
+		return strings.Compare(b.name, a.name) // the packed form first
 	})
 	l.segments = slices.CompactFunc(l.segments, func(a, b segment) bool { return a.n == b.n })
 	return l, nil
 }
 
-// file is a segment that is open to be read, in the form in which it stood.
+// file is a segment that is open for reading, in the form that was found.
 type file struct {
 	segment
 	*os.File

@@ -13,20 +13,22 @@ import (
 )
 
 const (
-	// spare is the part of the room that is made free when it is full, so that most segments
-	// cost nothing, and ration the part that refusals keep when others want more.
+	// If the journal is full, a 1/spare part of the room is made free at once, so that the next
+	// segments need no work. Refusals keep a 1/ration part of the room if other records need
+	// it.
 	spare, ration = 8, 8
-	// patience is how often the room is shared out anew before the oldest segments go as a
-	// whole: what an owner's lines come to when they are compressed is an estimate.
-	patience = 4
+	// maxTries is how often Tidy shares out the room before it removes the oldest segments
+	// whole. The compressed size of an owner's lines is an estimate, so one try may not be
+	// enough.
+	maxTries = 4
 )
 
-// fit makes all segments but the last fit into a room. Who has more than a share loses the
-// oldest of it.
+// fit makes all segments but the last fit into a room of so many bytes. Owners with more than
+// their share lose their oldest lines.
 func (s *Store) fit(room int64) error {
 	var err error
 	var files []info
-	for try := 0; try < patience && err == nil; try++ {
+	for try := 0; try < maxTries && err == nil; try++ {
 		total, others, lerr := s.sizes()
 		if err = lerr; err != nil || total <= room {
 			break
@@ -35,12 +37,12 @@ func (s *Store) fit(room int64) error {
 			err = s.rewrite(files, share(files, room-others, try > 0))
 		}
 	}
-	// Whatever went wrong, the disk is others', too.
+	// The bound holds even after an error: others need the disk, too.
 	return errors.Join(err, s.bound(room, files))
 }
 
-// sizes returns how much all segments but the last take, and how much of that those that are
-// not packed: packing them has failed.
+// sizes returns how many bytes all segments but the last take, and how many of these are not
+// packed because packing failed.
 func (s *Store) sizes() (total, others int64, err error) {
 	all, err := list(s.root.FS())
 	if err != nil {
@@ -61,8 +63,8 @@ func (s *Store) sizes() (total, others int64, err error) {
 	return total, others, nil
 }
 
-// bound removes the oldest segments that do not fit into a room. What is known of them is
-// counted.
+// bound removes the oldest segments, whole, until the rest fits into the room. It counts the
+// lost records of those that are in known.
 func (s *Store) bound(room int64, known []info) error {
 	all, err := list(s.root.FS())
 	if err != nil {
@@ -90,12 +92,12 @@ func (s *Store) bound(room int64, known []info) error {
 	return errors.Join(errs...)
 }
 
-// share says what goes of whom in each segment. Refusals go first, until no more of them are left than
-// their ration; then all others' are levelled, so that nobody loses anything who has less than
-// the one who keeps the most. The oldest goes first, of the last segment that is concerned
-// only a part, unless coarse is true.
+// share returns what to trim in each segment, by owner. Refusals go first, until they fit
+// into their ration. Then the other owners are cut down to one level; an owner below it
+// loses nothing. The oldest lines of an owner go first. The last segment that is needed loses
+// only a part of them, unless coarse is true.
 func share(files []info, room int64, coarse bool) []map[usage.Owner]usage.Trim {
-	held := [2]map[usage.Owner]int64{{}, {}} // use, and refusals
+	held := [2]map[usage.Owner]int64{{}, {}} // index 0: other records; 1: refusals
 	over := -(room - room/spare)
 	sum := [2]int64{}
 	for i := range files {
@@ -137,12 +139,12 @@ func class(o usage.Owner) int {
 	return 0
 }
 
-// packedOf is about how much of the packed segment an owner has.
+// packedOf estimates how many bytes of the packed segment an owner has.
 func (i *info) packedOf(o usage.Owner) int64 {
 	return int64(float64(i.size) * float64(i.Of[o].Bytes) / float64(max(1, i.Bytes)))
 }
 
-// trim takes so much of an owner from the oldest segments.
+// trim marks an owner's records in the oldest segments, about much bytes of them as packed.
 func trim(files []info, trims []map[usage.Owner]usage.Trim, o usage.Owner, much int64, coarse bool) {
 	for i := range files {
 		w, there := files[i].Of[o]
@@ -162,7 +164,7 @@ func trim(files []info, trims []map[usage.Owner]usage.Trim, o usage.Owner, much 
 	}
 }
 
-// level is the most that anybody keeps where all together keep so much.
+// level returns the limit for each owner at which all owners together keep budget bytes.
 func level(held map[usage.Owner]int64, budget int64) int64 {
 	sizes := slices.Sorted(maps.Values(held))
 	for i, n := range sizes {
@@ -174,13 +176,13 @@ func level(held map[usage.Owner]int64, budget int64) int64 {
 	return math.MaxInt64
 }
 
-// rewrite leaves out of the segments what is trimmed, and joins those that have become small.
+// rewrite removes what is trimmed from the segments, and joins those that have become small.
 func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error {
 	seen := map[usage.Owner]bool{}
 	for at := 0; at < len(files); {
 		first := at
 		size := files[at].after(trims[at])
-		meet(seen, &files[at], trims[at])
+		noteOwners(seen, &files[at], trims[at])
 		if empty(&files[at], trims[at]) {
 			if err := s.drop(files[at]); err != nil {
 				return err
@@ -194,7 +196,7 @@ func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error 
 			if size+more > s.o.Segment || begins(seen, &files[at], trims[at]) {
 				break
 			}
-			meet(seen, &files[at], trims[at])
+			noteOwners(seen, &files[at], trims[at])
 			size += more
 			changed = true
 		}
@@ -208,7 +210,7 @@ func (s *Store) rewrite(files []info, trims []map[usage.Owner]usage.Trim) error 
 	return nil
 }
 
-// after is about how many bytes are left of a segment, before they are compressed.
+// after estimates how many bytes are left of a segment, before compression.
 func (i *info) after(trims map[usage.Owner]usage.Trim) int64 {
 	left := i.Bytes
 	for o, t := range trims {
@@ -221,7 +223,7 @@ func (i *info) after(trims map[usage.Owner]usage.Trim) int64 {
 	return left
 }
 
-// empty reports whether nothing but a book is left.
+// empty reports whether only books would be left.
 func empty(i *info, trims map[usage.Owner]usage.Trim) bool {
 	for o := range i.Of {
 		if !trims[o].All {
@@ -231,7 +233,7 @@ func empty(i *info, trims map[usage.Owner]usage.Trim) bool {
 	return !i.Damaged
 }
 
-func meet(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) {
+func noteOwners(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) {
 	for o := range i.Of {
 		if !trims[o].All {
 			seen[o] = true
@@ -239,8 +241,8 @@ func meet(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) 
 	}
 }
 
-// begins reports whether what is left of some owner begins with the book of this segment: the
-// segments before do not lead to it any more.
+// begins reports whether an owner needs the book of this segment: it keeps lines here and had
+// an open grant, and no earlier segment keeps lines of it.
 func begins(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim) bool {
 	for o, w := range i.Of {
 		if w.Open && !trims[o].All && !seen[o] {
@@ -250,9 +252,9 @@ func begins(seen map[usage.Owner]bool, i *info, trims map[usage.Owner]usage.Trim
 	return false
 }
 
-// join writes segments as one, under the number of the first, without what is trimmed.
+// join writes segments as one, without what is trimmed, under the number of the first.
 func (s *Store) join(files []info, trims []map[usage.Owner]usage.Trim) error {
-	c, err := newCopied()
+	c, err := newPacker()
 	if err != nil {
 		return err
 	}
@@ -269,7 +271,7 @@ func (s *Store) join(files []info, trims []map[usage.Owner]usage.Trim) error {
 			}
 		}
 		err := s.unpack(files[i].name, func(z *gzip.Reader) error { return c.Copy(z, o) })
-		if errors.Is(err, usage.ErrRead) { // the next one's book makes up for what is missing
+		if errors.Is(err, usage.ErrRead) { // the next segment's book has what is missing
 			x.Damaged, x.Last = true, files[i].Last
 			files = files[:i+1]
 			break
@@ -310,7 +312,7 @@ func (s *Store) unpack(name string, read func(*gzip.Reader) error) error {
 	return read(z)
 }
 
-// drop removes a segment.
+// drop removes a segment, and counts its records as dropped.
 func (s *Store) drop(f info) error {
 	if err := s.root.Remove(f.name); err != nil {
 		return err
@@ -323,7 +325,7 @@ func (s *Store) drop(f info) error {
 	return nil
 }
 
-// Dropped returns records that tell of what had to go since the last call.
+// Dropped returns records of what was removed since the last call.
 func (s *Store) Dropped() []usage.Record {
 	out := s.dropped.Records()
 	clear(s.dropped)
