@@ -18,19 +18,20 @@
 // The kubelet gives pieces away when, by its own books, the previous holder has ended. That holder's
 // container may still run. So an allocation can be taken early, and the new container waits:
 //
-//  1. The front-end calls Take with a [Request]. The allocation is Reserved: other requests for its
-//     pieces are refused.
-//  2. The agent's loop, which works out round by round what has to change on the node, looks which
-//     other holders still have the pieces. It calls Looked with their names. The allocation is
-//     Waiting while there are any, and Taken once there are none.
+//  1. The front-end calls Take with a [Request]. The allocation is Reserved. Take refuses pieces that
+//     another allocation has, unless the request permits that (see Room).
+//  2. The agent's loop, which works out round by round what has to change on the node, looks whether
+//     containers of other holders still run that have the pieces. It calls Looked with their names.
+//     The allocation is Waiting while there are any, and Taken once there are none.
 //  3. When the container is to start, the front-end calls Prepare, which blocks and wakes the loop.
 //     For a device plugin that is the kubelet's PreStartContainer, some time after Allocate. For a
-//     claim it is the same NodePrepareResources that called Take. A Taken allocation is Making then.
-//     If Prepare comes before the look of step 2, the look ends in Making.
+//     claim it is the same NodePrepareResources that called Take. A Taken allocation is Making from
+//     then on. One that becomes free later is Making at once.
 //  4. The loop makes what the container needs: a MIG instance, the limit page (the file from which
 //     the library in the container reads its memory cap), the CDI file. It calls SetOpen. The
 //     allocation is Open, Prepare returns nil, and the kubelet starts the container. If the time of
-//     the kubelet's call ends first, Prepare returns the reason, and the kubelet calls again.
+//     the kubelet's call ends first, Prepare returns the reason, and the kubelet calls again. Where
+//     all that is needed is there already, the loop opens a Taken allocation before any Prepare.
 //  5. When kubelet and runtime agree that its containers have ended, or the kubelet unprepares the
 //     claim, the front-end calls Release, in any phase. The ledger forgets the allocation. The loop
 //     removes the files and instances that no allocation has any longer.
@@ -42,11 +43,11 @@
 //   - Shut: the loop finds that something is gone which an Open allocation needs, such as its CDI
 //     file. It is Taken, and the loop makes that anew before the next start of the container.
 //   - Supersede: a claim was deallocated by force and allocated anew, and containers still run with
-//     the devices that it had. The front-end closes the old allocation for good: it waits for the
-//     end of these containers, and is then released.
+//     the devices that it had. The old allocation is Waiting and lets no container in. When these
+//     containers have ended, the front-end releases it, and takes one for what the claim has now.
 //   - SetTwice: the front-end sees that the kubelet, after the loss of its own records, has given
-//     the devices to two pods. Both share the one allocation. Each time that Prepare has let a
-//     container in, the allocation is Reserved again, and the other container waits.
+//     the devices to two pods. Both share the one allocation. Prepare lets one container in, and the
+//     allocation is Reserved again. The other pod's container then waits until that one has ended.
 //
 // [Phase] describes each phase, and [Transitions] lists all steps with their triggers. Between the
 // loop's look at an allocation and its report the allocation may be renewed. So each allocation has
@@ -57,9 +58,9 @@
 // The ledger is in memory. An allocation's [Record] is also in the agent's journal and in the
 // annotations of the CDI file, which the loop writes, and in the annotations of Allocate's answer,
 // which kubelet and runtime keep with the container. A new agent reads them all and calls Found for
-// each. The latest one counts. The allocation is Reserved, and comes to be Open by the steps above:
-// its own container is no other holder, and goes on running. A record has everything that a grant
-// depends on, so it stays exact after the GPU's partition or the size of a unit has changed:
+// each. The latest one counts. The allocation is Reserved, then Taken, and Open without a Prepare,
+// since its files are there. A container that runs notices nothing. A record has everything that a
+// grant depends on, so it stays exact after the GPU's partition or the size of a unit has changed:
 //
 //	{"gpu":"GPU-5a2f…","kind":"units","units":"0-23","unitMiB":1024,"cap":25769803776}
 //	{"gpu":"GPU-5a2f…","kind":"replica","replica":2,"of":4,"cap":20937965568}
@@ -72,11 +73,13 @@
 //
 // # Room
 //
-// A request may permit an overlap with other allocations: the kubelet gives the devices of an init
-// container to the app containers of the same pod, too. So what is taken of a GPU is the union of
-// its grants, not their sum. All allocations on a GPU belong to one front-end at a time: Take
-// refuses the other. On a GPU in MIG mode the loop tells the ledger which instances exist and which
-// can exist side by side ([MIG]), and the ledger works out which placements there is [Room] for.
+// A request may permit an overlap with other allocations. Device plugins always do, since there the
+// kubelet decides: it gives the devices of an init container to the app containers of the same pod,
+// too, and those of a pod that is ending to the next. Claims never do: their front-end calls Take when
+// the pieces are free. So what is taken of a GPU is the union of its grants, not their sum. All
+// allocations on a GPU belong to one front-end at a time: Take refuses the other. On a GPU in MIG mode
+// the loop tells the ledger which instances exist and which can exist side by side ([MIG]), and the
+// ledger works out which placements there is [Room] for.
 //
 // # What it does not know
 //
