@@ -11,7 +11,8 @@
 // device of a claim of dynamic resource allocation (internal/dra), which several pods may share.
 // An allocation has a [Grant] for each piece: the GPU, the piece, and the cap on the memory of its
 // containers. Its [Holder] is the container that has it, with the pod. Allocate does not name them:
-// the front-end learns them from the kubelet and the container runtime afterwards.
+// the front-end learns them from the kubelet and the container runtime afterwards. Of a claim's pods
+// the first is the Holder and the others are Beside it, which changes nothing else.
 //
 // # The life of an allocation
 //
@@ -38,8 +39,9 @@
 //
 // There are four turns off this road:
 //
-//   - Renew: the kubelet gives the devices of an allocation to the next container before the
-//     front-end knows that the first one has ended. The ID stays, and the allocation is Reserved.
+//   - Renew: the kubelet gives exactly the devices of an allocation to the next container before
+//     the front-end knows that the first one has ended. The ID stays, and the allocation is
+//     Reserved. (For some of these devices, or more, the front-end calls Take.)
 //   - Shut: the loop finds that something is gone which an Open allocation needs, such as its CDI
 //     file. It is Taken, and the loop makes that anew before the next start of the container.
 //   - Supersede: a claim was deallocated by force and allocated anew, and containers still run with
