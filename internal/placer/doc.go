@@ -13,7 +13,8 @@
 //
 //  1. On each node an agent (gpu-agent) offers devices to the kubelet. It writes the node's GPUNode,
 //     an API object with the GPUs and with what is taken of them.
-//  2. The caller tells [Books] each GPUNode, and each pod that asks for devices.
+//  2. The caller tells [Books], the record of the cluster, each GPUNode and each pod that asks for
+//     devices.
 //  3. A scheduler asks the caller for a node. [Books.Place] picks one and reserves room there.
 //  4. The scheduler binds the pod to that node. For each container the kubelet asks the agent, and
 //     the agent chooses the devices.
@@ -37,12 +38,12 @@
 //
 // # Whether a node has room
 //
-// A device is taken if the GPUNode or a pod's status names it: either may come first. Nothing is
-// free while the agent or the Node is not ready. A GPU counts while the agent offers it through the
-// device plugin and its condition Available is true.
+// A device is taken if the GPUNode or a pod's status names it: either may come first. A node has
+// nothing free while its agent or its Node is not ready. A GPU counts while the agent offers it
+// through the device plugin and its condition Available is true.
 //
-// A pod that has not reported is pending: it is on the node, and the books do not know which
-// devices it gets. So Place tests a node in two ways:
+// A pod on a node that has not reported is called pending here: the books do not know which devices
+// it gets. So Place tests a node in two ways:
 //
 //   - The bound is arithmetic. It holds if the new pod and all pending ones that compete with it
 //     get their devices in any order and for any choice of the agent. Then the node has room. Pods
