@@ -32,10 +32,11 @@
 // # What is promised
 //
 // A pod that goes where Place put it gets its devices: the books never give one room to two pods,
-// for any order of the news about pods and nodes. This takes three facts: each pod gets its node
-// from the books, each GPUNode is true, and no GPU breaks or is partitioned anew. Otherwise the
-// agent may refuse the pod. There are two exceptions, and only if another pod ends in the same
-// second: pods with init containers that ask for GPUs, and with parts of one MIG instance.
+// for any order of the news about pods and nodes. This takes four facts: each pod gets its node
+// from the books, it is bound while its reservation lasts, each GPUNode is true, and no GPU breaks
+// or is partitioned anew. Otherwise the agent may refuse the pod. There are two exceptions, and
+// only if another pod ends in the same second: pods with init containers that ask for GPUs, and
+// with parts of one MIG instance.
 //
 // # Whether a node has room
 //
@@ -86,8 +87,9 @@
 // to amounts, whose room may as well be on another node. A seat that finds nothing in this
 // order has lost its room, for example when a GPU breaks ([Books.Lost], [Books.Kept]).
 //
-//   - No pod and no new seat takes the room of a seat. There is one exception: a member of a hold
-//     for amounts may take that of any amounts, and the books look for these elsewhere ([Books.Keep]).
+//   - No pod and no new seat takes the room of a seat, which the bound counts like a pending pod.
+//     There is one exception: a member of a hold for amounts may take that of any amounts, and the
+//     books look for these elsewhere ([Books.Keep]).
 //   - A seat that has lost its room gets what becomes free on its node, before other pods that
 //     compete with it.
 //   - The books look for another place for a lost amount by themselves, and for a lost seat of a
