@@ -160,9 +160,10 @@ func (s *Store) Next(first []byte) error {
 		return err
 	}
 	old := *s
-	if s.n++; s.begin() != nil {
+	s.n++
+	if err := s.begin(); err != nil {
 		*s = old
-		return s.hint("begin a segment of", s.begin())
+		return s.hint("begin a segment of", err)
 	}
 	if _, err := s.Append(first); err != nil {
 		// The old segment goes on. The new one holds no record.
