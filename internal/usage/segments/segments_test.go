@@ -139,6 +139,7 @@ func TestLeftOvers(t *testing.T) {
 		{"a packed one that is cut", func(dir string) error { return os.Truncate(filepath.Join(dir, name(1, packedSuffix)), 60) }},
 		{"the last one gone", func(dir string) error { return os.Remove(filepath.Join(dir, name(2, plainSuffix))) }},
 		{"what is not ours", func(dir string) error { return appendTo(filepath.Join(dir, "README"), "x") }},
+		{"a copy with our number", func(dir string) error { return appendTo(filepath.Join(dir, "1"+plainSuffix), "x") }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -181,6 +182,10 @@ func TestLeftOvers(t *testing.T) {
 			}
 			if tt.name != "a packed one that is cut" && tt.name != "the last one gone" && len(before) != 2 {
 				t.Errorf("before: %v", before)
+			}
+			_, err = os.Stat(filepath.Join(dir, "1"+plainSuffix))
+			if copied := tt.name == "a copy with our number"; copied != (err == nil) {
+				t.Errorf("a file that is not the journal's: %v", err)
 			}
 			last := 0
 			if err := ReadLast(dir, func(r *usage.Record) { last++ }); err != nil || last < 2 {
