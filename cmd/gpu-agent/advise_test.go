@@ -106,7 +106,14 @@ func TestAdvise(t *testing.T) {
 		}
 		return out
 	}
-	golden(t, "testdata/advise.txt", []byte(advise("--trace", trace, "--top", "3")))
+	three := advise("--trace", trace, "--top", "3")
+	golden(t, "testdata/advise.txt", []byte(three))
+	// Planners read this output, with what it means in sentences.
+	table, _, _ := strings.Cut(three, "\n\n#")
+	shown := strings.ReplaceAll("\n"+table, "\n", "\n    ")
+	if page := string(read(t, "../../docs/plan.md")); !strings.Contains(page, strings.ReplaceAll(shown, "\n    \n", "\n\n")) {
+		t.Errorf("docs/plan.md does not show\n%s", shown)
+	}
 	golden(t, "testdata/advise-journal.txt", []byte(advise("--top", "0", "--placer", "--refused", "back")))
 	golden(t, "testdata/advise.json", []byte(advise("--trace", trace, "--top", "1", "-o", "json")))
 
