@@ -181,7 +181,7 @@ func TestAtTheAPIServer(t *testing.T) {
 		shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: .*?)```").FindAllStringSubmatch(
 			readme(t)+string(read(t, "../docs/pods.md"))+string(read(t, "../docs/nodes.md")), -1)
 		if len(shown) < 4 {
-			t.Fatalf("README, docs/pods.md and docs/nodes.md show %d objects: this test does not look where they are", len(shown))
+			t.Fatalf("the pages show %d objects: this test does not look where they are", len(shown))
 		}
 		for _, text := range shown {
 			for _, o := range documents(t, "what is shown", []byte(text[1])) {

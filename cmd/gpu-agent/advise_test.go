@@ -110,8 +110,8 @@ func TestAdvise(t *testing.T) {
 	golden(t, "testdata/advise.txt", []byte(three))
 	// Planners read this output, with what it means in sentences.
 	table, _, _ := strings.Cut(three, "\n\n#")
-	shown := strings.ReplaceAll("\n"+table, "\n", "\n    ")
-	if page := string(read(t, "../../docs/plan.md")); !strings.Contains(page, strings.ReplaceAll(shown, "\n    \n", "\n\n")) {
+	shown := strings.ReplaceAll(strings.ReplaceAll("\n"+table, "\n", "\n    "), "\n    \n", "\n\n")
+	if page := string(read(t, "../../docs/plan.md")); !strings.Contains(page, shown) {
 		t.Errorf("docs/plan.md does not show\n%s", shown)
 	}
 	golden(t, "testdata/advise-journal.txt", []byte(advise("--top", "0", "--placer", "--refused", "back")))
