@@ -339,6 +339,27 @@ func TestNamedDocuments(t *testing.T) {
 	}
 }
 
+// A page takes ten minutes to read at most, but for those where people look things up; what users of
+// pods read first fits on two screens.
+func TestPagesAreShort(t *testing.T) {
+	const most = 2300
+	long := []string{"architecture.md", "bursting.md", "reference.md", "runbooks.md"}
+	files, err := filepath.Glob("../docs/*.md")
+	if err != nil || len(files) < 20 {
+		t.Fatalf("find the documents: %v, %v", files, err)
+	}
+	for _, f := range files {
+		text := string(read(t, f))
+		words := len(strings.Fields(regexp.MustCompile("(?s)```.*?```|\\n    [^\\n]*").ReplaceAllString(text, "")))
+		if words > most && !slices.Contains(long, filepath.Base(f)) {
+			t.Errorf("%s has %d words, want at most %d: divide it", f, words, most)
+		}
+	}
+	if lines := strings.Count(string(read(t, "../docs/pods.md")), "\n"); lines > 150 {
+		t.Errorf("docs/pods.md has %d lines, want two screens", lines)
+	}
+}
+
 func TestReadmePaths(t *testing.T) {
 	text := readme(t)
 	if lines := strings.Count(text, "\n"); lines > 150 {
