@@ -107,6 +107,14 @@ func TestAdvise(t *testing.T) {
 		return out
 	}
 	golden(t, "testdata/advise.txt", []byte(advise("--trace", trace, "--top", "3")))
+	// The documents show this output; one says in sentences what it means.
+	table, _, _ := strings.Cut(advise("--trace", trace, "--top", "1"), "\n\n#")
+	shown := strings.ReplaceAll(strings.ReplaceAll("\n"+table, "\n", "\n    "), "\n    \n", "\n\n")
+	for _, page := range []string{"advise", "plan"} {
+		if !strings.Contains(string(read(t, "../../docs/"+page+".md")), shown) {
+			t.Errorf("docs/%s.md does not show\n%s", page, shown)
+		}
+	}
 	golden(t, "testdata/advise-journal.txt", []byte(advise("--top", "0", "--placer", "--refused", "back")))
 	golden(t, "testdata/advise.json", []byte(advise("--trace", trace, "--top", "1", "-o", "json")))
 
