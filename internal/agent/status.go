@@ -272,16 +272,9 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 		}
 	}
 	g.Used = min(g.Used, g.Total)
-	if g.Free = g.Total - g.Used; g.Health != status.Healthy || at.cordoned(gpu.UUID(g.UUID)) {
+	if g.Free = g.Total - g.Used; g.Health != status.Healthy || at.snap.cordoned(gpu.UUID(g.UUID)) {
 		g.Unhealthy, g.Free = g.Free, 0
 	}
-}
-
-// cordoned reports whether an operator keeps new pods off a GPU.
-func (at *scene) cordoned(u gpu.UUID) bool {
-	return slices.ContainsFunc(at.snap.Conditions, func(c status.Condition) bool {
-		return c.Reason == status.GPUCordoned && c.Subject == string(u)
-	})
 }
 
 // forClaims returns the MIG devices that a GPU offers through DRA, in the form of the device
@@ -293,7 +286,7 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 		return nil
 	}
 	for _, p := range layout.Placements {
-		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.cordoned(u)}
+		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.snap.cordoned(u)}
 		for i := range at.allocations {
 			for _, g := range at.allocations[i].Grants {
 				on := piece.At(g.Piece)
