@@ -186,7 +186,7 @@ func (f *foreseen) now(wanted []string) (out status.Plan) {
 		}
 		out.GPUs = append(out.GPUs, g)
 	}
-	out.Offers = offersOf(f.GPUNode(gpunode.InPods), names)
+	out.Offers = offersOf(f.GPUNode(gpunode.InPods), names, "example.com")
 	return out
 }
 

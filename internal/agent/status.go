@@ -27,6 +27,7 @@ import (
 type scene struct {
 	snap        *Snapshot
 	names       *deviceplugin.Names
+	domain      string
 	unit        gpu.MiB // the size of a memory unit in new layouts
 	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
@@ -61,14 +62,14 @@ type display struct {
 
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
 func (y *display) scene() *scene {
-	at := newScene(y.latest(), y.names, y.unit, y.front.Offer(), y.ledger.Allocations())
+	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
 	at.over = y.front.Over
 	return at
 }
 
-func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer,
+func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.MiB, offer *deviceplugin.Offer,
 	allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{},
+	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{},
 		func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
@@ -143,6 +144,9 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	switch {
 	case layout.Through(ledger.DRA):
 		g.API = string(ledger.DRA)
+		if counted := layout.Kind.Counted(); layout.Counts() {
+			g.DeviceClass = counted.Class() + "." + at.domain
+		}
 	case layout.Offers && !layout.Kind.InMIG():
 		g.Resource = at.names.Of(layout.Kind, mig.Name{})
 	}
@@ -179,6 +183,9 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given,
 				Waits: c.After, Over: at.over(c.ID),
+			}
+			if c.Owner == ledger.DRA {
+				h.Kind = string(c.Kind())
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -328,7 +335,9 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 				continue // only still listed
 			}
 			placements[dev.ID] = s
-			s.Resource, s.Reason = resource, dev.Reason
+			if s.Resource, s.Reason = resource, dev.Reason; resource == "" {
+				s.DeviceClass = dev.Placement.Profile.Resource() + "." + at.domain
+			}
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Name, c.Holder.Container
 				s.Reason = cmp.Or(s.Reason, c.Cause.Message)

@@ -236,13 +236,13 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	}
 	facts := join("  ", g.Model, amount(g.MemoryMiB), mode)
 	p.line(p.paint(bold, title) + p.fit(facts, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
-	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.Resource), p.Width-len(indent))))
-	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
+	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.asked()), p.Width-len(indent))))
+	if g.asked() != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
 	}
 	devices, others := s.tenants(g, p.Now)
 	if g.MIG != nil {
-		p.mig(g.MIG, devices)
+		p.mig(g, devices)
 	}
 	p.notes(indent, g.notes(p.Now))
 	p.holders(others)
@@ -404,7 +404,16 @@ func (p *printer) holders(list []tenant) {
 
 // units returns how much of a GPU a holder has.
 func (h *Holder) units(g *GPU) string {
-	if h.Resource != g.Resource {
+	switch {
+	case h.Kind == "whole":
+		return "1 GPU"
+	case h.Kind == "placement":
+		return count(h.Units, "MIG device", "MIG devices")
+	case h.Kind == "replica":
+		return count(h.Units, "replica", "replicas")
+	case h.Kind == "units" && g.UnitMiB == 0:
+		return count(h.Units, "memory unit", "memory units")
+	case h.Kind == "" && h.Resource != g.Resource:
 		// MIG devices, or something from before the GPU's layout changed.
 		return strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
 	}
