@@ -187,6 +187,7 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	if err != nil {
 		why := status.CauseOf(err, status.PartitionUnfit)
 		out.State, out.Reason, out.Message, out.Mistakes = string(Invalid), why.Reason, why.Message, mistakes(err)
+		out.Elsewhere = file.Elsewhere(name, in.Inventory)
 		return out
 	}
 	out.Open = mistakes(file.Prove(want, in.Inventory))

@@ -236,6 +236,23 @@ func (f *File) find(name string) *partition {
 	return nil
 }
 
+// Elsewhere reports whether a partition is for other nodes than one with inv: each of its entries names a
+// model, and no GPU of inv is of any of them. A file for a fleet has such partitions, and Desire refuses
+// them on this node.
+func (f *File) Elsewhere(partition string, inv *gpu.Inventory) bool {
+	p := f.find(partition)
+	if p == nil || len(p.entries) == 0 {
+		return false
+	}
+	for i := range p.entries {
+		of := &p.entries[i].devices
+		if of.model == "" || slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return of.matches(&d) }) {
+			return false
+		}
+	}
+	return true
+}
+
 // strangeModels names the model patterns that match none of inv, with the models that are there; empty if
 // there are no such patterns. A GPU without an entry is most often meant by one of them.
 func (p *partition) strangeModels(inv *gpu.Inventory) string {

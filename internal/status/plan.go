@@ -32,6 +32,9 @@ type Plan struct {
 	// by line of the partition file, and absent if there are none.
 	Mistakes []Mistake `json:"mistakes,omitempty"`
 	Open     []Mistake `json:"open,omitempty"`
+	// Elsewhere is true if the partition is for other nodes: it names models alone, and no GPU of this
+	// node is of any of them. State is "invalid" then, since the node cannot have it.
+	Elsewhere bool `json:"elsewhere,omitempty"`
 	// Unknown lists what was not known for the answer; absent if that is nothing.
 	Unknown []string `json:"unknown,omitempty"`
 	// GPUs is sorted by index; empty if State is "invalid".
