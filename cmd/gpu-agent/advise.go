@@ -203,8 +203,8 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 		return nil, nil, fmt.Errorf("%s: %w", journal, err)
 	}
 	if len(d.Requests) == 0 {
-		return nil, nil, fmt.Errorf("%s: nothing was asked for from %s to %s, so that no partition is better than another: "+
-			"choose another time with --since and --until, or add the cluster's pods with --trace",
+		return nil, nil, fmt.Errorf("%s: nothing was asked for from %s to %s, "+
+			"so that no partition is better than another: choose another time with --since and --until, or add the cluster's pods with --trace",
 			journal, d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))
 	}
 	if missing != nil {
@@ -309,8 +309,8 @@ func (a *adviceJSON) same(tried int) bool {
 
 // figures are the cells of an alternative's line, without its name.
 func (a *alternativeJSON) figures() []string {
-	return []string{strconv.Itoa(a.Served), strconv.Itoa(a.Refused), strconv.Itoa(a.Never), strconv.Itoa(a.Waited), a.mean(),
-		seconds(a.Longest), strconv.Itoa(a.Renamed), percent(a.Packed), percent(a.Idle)}
+	return []string{strconv.Itoa(a.Served), strconv.Itoa(a.Refused), strconv.Itoa(a.Never), strconv.Itoa(a.Waited),
+		a.mean(), seconds(a.Longest), strconv.Itoa(a.Renamed), percent(a.Packed), percent(a.Idle)}
 }
 
 func (a *adviceJSON) headline() string {

@@ -265,13 +265,13 @@ func newCheck() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check --config FILE",
 		Short: "check a partition file, for this node or an inventory",
-		Long: `Reads a partition file, or the manifest of a ConfigMap that has one, and checks each of its partitions, or the one of --partition, for
-this node or --inventory. The agent on this node answers, and names the holders that a
-partition would wait for; without one, and with --inventory, holders are not known.
-Mistakes go to standard error as file:line: reason, and the exit code is 5. A
-partition that fits and would wait for holders is not wrong, and neither is one
-that is for other nodes, since it names only models that this node does not have:
-unless it is the one of --partition, or the node's own.`,
+		Long: `Reads a partition file, or the manifest of a ConfigMap that has one, and checks each of
+its partitions, or the one of --partition, for this node or --inventory. The agent on this
+node answers, and names the holders that a partition would wait for; without one, and with
+--inventory, holders are not known. Mistakes go to standard error as file:line: reason, and
+the exit code is 5. A partition that fits and would wait for holders is not wrong. Neither
+is one that names only models which this node does not have, unless it is the one of
+--partition, or the node's own.`,
 		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default",
 		RunE:    func(c *cobra.Command, _ []string) error { return a.check(c.Context(), consoleOf(c)) },
 	}
@@ -304,8 +304,8 @@ func (a *planFlags) check(ctx context.Context, c console) error {
 		switch p := &plans[i]; {
 		case p.Elsewhere && !p.Own && a.partition == "":
 			elsewhere++
-			fmt.Fprintf(c.out, "%s: partition %s is for other nodes (line %d: %s); check it there, or with --inventory\n",
-				a.config, p.Partition, p.Mistakes[0].Line, p.Mistakes[0].Message)
+			fmt.Fprintf(c.out, "%s: partition %s is for other nodes (line %d: %s); "+
+				"check it there, or with --inventory\n", a.config, p.Partition, p.Mistakes[0].Line, p.Mistakes[0].Message)
 		case !printFit(c, f.name, a.config, p):
 			bad++
 		}

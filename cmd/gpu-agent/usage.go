@@ -296,7 +296,7 @@ func (r *usageReport) hours(h *float64) string {
 	return strconv.FormatFloat(*h, 'f', -1, 64)
 }
 
-// readJournal reads the journal in a directory. Where there is none, the error says what to do.
+// readJournal reads the journal in a directory. If there is none, the error has the remedy.
 func readJournal(dir string, since time.Time, apply func(*account.Record)) error {
 	err := segments.Read(dir, since, apply)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -52,7 +52,7 @@ func delivered(plugins Plugins, c remarks) bool {
 // cordoned or being changed is ready. So is one whose GPUs are all off or another owner's: no pod
 // that asks for this agent's devices would come, and a taint would keep the others away.
 //
-// The message counts the GPUs that are offered, and says why the others are not. The reason of a node
+// The message counts the GPUs that are offered, and gives the reason for each of the others. The reason of a node
 // that is ready and offers no GPU is that of its first one.
 //
 // known is false while this process starts, for up to silentFor. Then the condition of the last
@@ -143,8 +143,8 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	}
 }
 
-// notOffered returns why new pods can get nothing of a GPU now, even if nobody held any of it; zero if
-// they can get something.
+// notOffered returns why new pods can get nothing of a GPU now, even if it had no holders; zero if they
+// can get something.
 func (s *Snapshot) notOffered(d *gpu.Device) status.Cause {
 	for _, v := range s.hardware.Verdicts {
 		if v.GPU == d.UUID && v.GI < 0 {

@@ -235,8 +235,8 @@ func (in *input) choice(f *config.File, domain string) (name string, unset statu
 	if in.chosen != "" || slices.Contains(f.Names(), name) {
 		return name, unset
 	}
-	unset = status.Why(status.PartitionUnset, "the node has no label %s/%s, and the file no partition %q: nothing changes; "+
-		"set the label to one of the file's partitions: %s",
+	unset = status.Why(status.PartitionUnset, "the node has no label %s/%s, and the file no partition %q: "+
+		"nothing changes; set the label to one of the file's partitions: %s",
 		domain, PartitionLabel, name, brief.List(f.Names(), mostPartitions))
 	if in.migManager != "" && in.migManager != migManagerIdle {
 		unset.Message += fmt.Sprintf(" (the node's label %s=%s is for NVIDIA's MIG manager, and chooses none here)",

@@ -69,8 +69,8 @@ func (y *display) scene() *scene {
 
 func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.MiB, offer *deviceplugin.Offer,
 	allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{},
-		func(string) bool { return false }}
+	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{},
+		map[string]*ledger.Allocation{}, func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {

@@ -12,15 +12,15 @@ import (
 // ManifestKey is the key of a ConfigMap's data that has a partition file.
 const ManifestKey = "config.yaml"
 
-// maxDocuments is the number of YAML documents in which a ConfigMap is looked for.
+// maxDocuments is the number of YAML documents that Unwrap searches for a ConfigMap.
 const maxDocuments = 256
 
 // Unwrap finds the partition file in data, which is one itself, or Kubernetes manifests with one
 // ConfigMap that has it. manifest names the ConfigMap, as "namespace/name" or "name", and is empty for
 // a partition file. name begins messages, as in Parse.
 //
-// Lines of the result are those of data: blank ones stand for what comes before the ConfigMap's text. If
-// the text is written in quotes, and so has no lines of its own, they are counted from its beginning.
+// The result has the line numbers of data, since blank lines replace what comes before the ConfigMap's
+// text. A text in quotes has no lines of its own in data; its lines count from its beginning.
 // The error is an Errors.
 func Unwrap(name string, data []byte) (file []byte, manifest string, err error) {
 	m := &mistakes{file: name}

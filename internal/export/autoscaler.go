@@ -80,7 +80,7 @@ func (a *Autoscaler) templates() ([]template, error) {
 		}
 	}
 	if len(a.Nodes) == 0 {
-		errs = append(errs, errors.New("no node tells what it offers: does the agent run there? "+
+		errs = append(errs, errors.New("no node has a GPUNode: does the agent run there? "+
 			"Otherwise name recorded inventories as TYPE=FILE"))
 	} else if len(out) == 0 && errs == nil {
 		errs = append(errs, fmt.Errorf("no node has the label %s (not %s): name recorded inventories as TYPE=FILE",

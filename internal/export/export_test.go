@@ -286,7 +286,7 @@ func TestGPUsThatOfferNothingDoNotCount(t *testing.T) {
 	if err != nil || !strings.Contains(string(text), "gpu-memory, nominalQuota: 320Gi}") {
 		t.Errorf("%v\n%s", err, text)
 	}
-	if _, err := (&Autoscaler{Domain: domain, ResourceDomain: domain}).Karpenter(); err == nil || !strings.Contains(err.Error(), "no node tells what it offers") {
+	if _, err := (&Autoscaler{Domain: domain, ResourceDomain: domain}).Karpenter(); err == nil || !strings.Contains(err.Error(), "no node has a GPUNode") {
 		t.Errorf("of no nodes: %v", err)
 	}
 }

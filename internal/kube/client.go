@@ -204,7 +204,8 @@ func credentials(kubeconfig string) (*rest.Config, error) {
 		if paths := filepath.SplitList(kubeconfig); len(paths) > 1 {
 			files = clientcmd.ClientConfigLoadingRules{Precedence: paths}
 		}
-		config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&files, &clientcmd.ConfigOverrides{}).ClientConfig()
+		loader := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&files, &clientcmd.ConfigOverrides{})
+		config, err := loader.ClientConfig()
 		if err != nil {
 			return nil, fmt.Errorf("read kubeconfig %s: %w", kubeconfig, err)
 		}

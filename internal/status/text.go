@@ -402,18 +402,27 @@ func (p *printer) holders(list []tenant) {
 	}
 }
 
+// holds returns how much of a GPU a holder has, through either front-end.
+func (h *Holder) holds(g *GPU) string {
+	switch h.Kind {
+	case "whole":
+		return "1 GPU"
+	case "placement":
+		return count(h.Units, "MIG device", "MIG devices")
+	case "replica":
+		return count(h.Units, "replica", "replicas")
+	case "units":
+		if g.UnitMiB == 0 {
+			return count(h.Units, "memory unit", "memory units")
+		}
+		return measure(g, h.Units) + unitName(g, h.Units)
+	}
+	return h.units(g)
+}
+
 // units returns how much of a GPU a holder has.
 func (h *Holder) units(g *GPU) string {
-	switch {
-	case h.Kind == "whole":
-		return "1 GPU"
-	case h.Kind == "placement":
-		return count(h.Units, "MIG device", "MIG devices")
-	case h.Kind == "replica":
-		return count(h.Units, "replica", "replicas")
-	case h.Kind == "units" && g.UnitMiB == 0:
-		return count(h.Units, "memory unit", "memory units")
-	case h.Kind == "" && h.Resource != g.Resource:
+	if h.Resource != g.Resource {
 		// MIG devices, or something from before the GPU's layout changed.
 		return strconv.Itoa(h.Units) + " " + h.Resource[strings.LastIndexByte(h.Resource, '/')+1:]
 	}

@@ -51,7 +51,7 @@ const (
 
 type event struct {
 	regarding workload.Pod
-	// subject is what the Event tells the state of; "" if it tells of something that happened.
+	// subject is the thing whose state the Event reports; "" if it reports something that happened.
 	subject string
 	kind    EventType
 	reason  string
@@ -229,7 +229,8 @@ func (q *Events) sendStates(ctx context.Context, seen map[event]*written) (wait 
 		e := q.states[0]
 		q.mu.Unlock()
 		q.forget(seen)
-		if known := seen[e.identity()]; known != nil && e.identity() == q.newest.identity() && e.at.Sub(known.at) < q.quiet {
+		known := seen[e.identity()]
+		if known != nil && e.identity() == q.newest.identity() && e.at.Sub(known.at) < q.quiet {
 			if q.take(e) {
 				known.count++
 				q.eventDone(EventMerged)
@@ -252,7 +253,7 @@ func (q *Events) sendStates(ctx context.Context, seen map[event]*written) (wait 
 	return false
 }
 
-// take removes a state from those that wait. It returns false if it waits no more.
+// take removes a state from those that wait. It returns false if the state has already been replaced.
 func (q *Events) take(e event) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
