@@ -312,6 +312,9 @@ func TestChartValues(t *testing.T) {
 		{nil, []string{"memoryUnit=512MiB"}, env(agent, "GPU_AGENT_MEMORY_UNIT", "512MiB")},
 		{nil, []string{"resourceDomain=nvidia.com"}, append(env(agent, "GPU_AGENT_RESOURCE_DOMAIN", "nvidia.com"), "~ "+policy+"[resourceDomain].expression = 'nvidia.com/'")},
 		{nil, []string{"partitions=version: v1"}, []string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = version: v1"}},
+		{nil, []string{"partitions=apiVersion: v1\nkind: ConfigMap\ndata:\n  config.yaml: |\n    version: v1\n"},
+			[]string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = version: v1\n"}},
+		{nil, []string{"partitions=no: [yaml"}, []string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = no: [yaml"}},
 		{nil, []string{"image.repository=registry.test/gpu-agent", "image.tag=v1"}, []string{"~ " + agent + ".image = registry.test/gpu-agent:v1"}},
 		{nil, []string{"image.tag=v1", "image.digest=" + digest}, []string{"~ " + agent + ".image = localhost/gpu-agent@" + digest}},
 		{nil, []string{"image.pullPolicy=Always"}, []string{"~ " + agent + ".imagePullPolicy = Always"}},
@@ -449,6 +452,25 @@ func TestChartRefuses(t *testing.T) {
 		out, err := helm(t, "template", name, "chart", "--set", test.value)
 		if err == nil || !strings.Contains(err.Error(), "don't meet the specifications of the schema") || !strings.Contains(err.Error(), test.says) {
 			t.Errorf("--set %s: %v\n%.200s\nwant that the schema refuses %s", test.value, err, out, test.says)
+		}
+	}
+}
+
+// A manifest that has no partition file is refused before the agent sees it.
+func TestChartRefusesManifests(t *testing.T) {
+	for text, says := range map[string]string{
+		"apiVersion: v1\nkind: Secret\ndata:\n  config.yaml: eA==\n":     "partitions: it is of kind Secret",
+		"apiVersion: v1\nkind: ConfigMap\n":                              "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: {}\n":                    "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: [x]\n":                   "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: {config.yaml: {a: b}}\n": "partitions: the ConfigMap has no text",
+	} {
+		file := filepath.Join(t.TempDir(), "partitions.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := helm(t, "template", name, "chart", "--set-file", "partitions="+file); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%q: %v\n%.200s\nwant %q", text, err, out, says)
 		}
 	}
 }
