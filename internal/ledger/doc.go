@@ -31,8 +31,9 @@
 //  4. The loop makes what the container needs: a MIG instance, the limit page (the file from which
 //     the library in the container reads its memory cap), the CDI file. It calls SetOpen. The
 //     allocation is Open, Prepare returns nil, and the kubelet starts the container. If the time of
-//     the kubelet's call ends first, Prepare returns the reason, and the kubelet calls again. Where
-//     all that is needed is there already, the loop opens a Taken allocation before any Prepare.
+//     the kubelet's call ends first, Prepare returns the reason, and the kubelet calls again. So it
+//     does if the allocation is renewed, superseded or released first. Where all that is needed is
+//     there already, the loop opens a Taken allocation before any Prepare.
 //  5. When kubelet and runtime agree that its containers have ended, or the kubelet unprepares the
 //     claim, the front-end calls Release, in any phase. The ledger forgets the allocation. The loop
 //     removes the files and instances that no allocation has any longer.

@@ -13,14 +13,15 @@
 //
 //  1. On each node an agent (gpu-agent) offers devices to the kubelet. It writes the node's GPUNode,
 //     an API object with the GPUs and with what is taken of them.
-//  2. The caller tells [Books] each GPUNode, and each pod that asks for devices.
+//  2. The caller tells [Books], the record of the cluster, each GPUNode and each pod that asks for
+//     devices.
 //  3. A scheduler asks the caller for a node. [Books.Place] picks one and reserves room there.
 //  4. The scheduler binds the pod to that node. For each container the kubelet asks the agent, and
 //     the agent chooses the devices.
 //  5. The pod has reported once its status names its devices. If the node's kubelet does not write
 //     them there, the GPUNode names them, with the pod as their holder.
 //
-// An example. If no node has room, the error is a [*Refusal] with each node's reason:
+// If no node has room, the error is a [*Refusal] with each node's reason:
 //
 //	books := placer.New()
 //	books.SetNode("node-1", status, true) // the GPUNode's status; the Node is ready
@@ -31,18 +32,20 @@
 // # What is promised
 //
 // A pod that goes where Place put it gets its devices: the books never give one room to two pods,
-// for any order of the news about pods and nodes. This takes three facts: each pod gets its node
-// from the books, each GPUNode is true, and no GPU breaks or is partitioned anew. Otherwise the
-// agent may refuse the pod. It may still refuse pods of two kinds (see the type bound).
+// for any order of the news about pods and nodes. This takes four facts: each pod gets its node
+// from the books, it is bound while its reservation lasts, each GPUNode is true, and no GPU breaks
+// or is partitioned anew. Otherwise the agent may refuse the pod. There are two exceptions, and
+// only if another pod ends in the same second: pods with init containers that ask for GPUs, and
+// with parts of one MIG instance.
 //
 // # Whether a node has room
 //
-// A device is taken if the GPUNode or a pod's status names it: either may come first. Nothing is
-// free while the agent or the Node is not ready. A GPU counts while the agent offers it through the
-// device plugin and its condition Available is true.
+// A device is taken if the GPUNode or a pod's status names it: either may come first. A node has
+// nothing free while its agent or its Node is not ready. A GPU counts while the agent offers it
+// through the device plugin and its condition Available is true.
 //
-// A pod that has not reported is pending: it is on the node, and the books do not know which
-// devices it gets. So Place tests a node in two ways:
+// A pod that is placed or bound and has not reported is called pending here: the books do not know
+// which devices it gets. So Place tests a node in two ways:
 //
 //   - The bound is arithmetic. It holds if the new pod and all pending ones that compete with it
 //     get their devices in any order and for any choice of the agent. Then the node has room. Pods
@@ -50,13 +53,18 @@
 //   - Otherwise, if no pending pod competes, the agent's own packing (pkg/timeslice, pkg/mig)
 //     chooses devices for each container in turn. The books refuse what the agent would refuse.
 //
-// If the bound does not hold beside pending pods, Place refuses the node until they have reported,
-// which takes a second or two. Of the nodes with room it takes the one where the pod spoils the
+// If the bound does not hold beside pending pods, Place refuses the node until they have reported.
+// A pod that is bound reports within a second or two. Of the nodes with room it takes the one where the pod spoils the
 // least room for others, and among equals the fullest.
 //
-// A reservation ends when the pod is bound, gone or asked for again, at [Books.Unreserve], and
-// after [ReservedFor], or [DoubtedFor] after [Books.Doubt]. A pod that the API has nominated to a
-// node has its room there. So books made anew lack only the pods that are placed and not yet bound.
+// A placed pod has a reservation until SetPod shows it bound; then it is a pending pod of that node,
+// with the same room. If the scheduler gives it up, the caller calls [Books.Unreserve], or
+// [Books.Doubt] where it cannot be sure. The next call with a later now ends a reservation that is
+// older than [ReservedFor], or than [DoubtedFor] since the doubt. A pod that a preemption has
+// nominated to a node is pending there, too, without a time limit.
+//
+// The books are in memory. After a restart the caller tells them all nodes and pods again, and makes
+// its holds again, before it answers. Only reservations of pods that are not bound yet are lost then.
 //
 // # Holds
 //
@@ -64,27 +72,30 @@
 // room for what one pod asks for. The caller makes a hold under an ID, in one of three ways:
 //
 //	[Books.Hold]   a seat for each pod of some groups: for all of them or for none
-//	[Books.Open]   the same, also where other holds have the room: it says which of them to end
+//	[Books.Open]   the same, also where members of other holds have the room. It returns whom the
+//	               caller has to end. The seats have no room until these pods have gone.
 //	[Books.Keep]   an amount of each resource, for pods of any size: as few seats as have room
 //
 // A pod with that ID (Pod.Hold) is a member. In a hold for groups it uses a seat for the same
 // requests. The seat is open before and after that. In a hold for amounts, the seats on its node
 // shrink by what it asks for. Once it has gone, the books look for room for that much again. A
-// hold lasts until [Books.Drop].
+// member for which there is no open seat is placed like any other pod. A hold lasts until
+// [Books.Drop].
 //
 // The agent will choose the devices, so an open seat has none. The books try what would be left:
 // the packing gives devices to pending pods first, then to seats of groups, oldest first, and then
 // to amounts, whose room may as well be on another node. A seat that finds nothing in this
 // order has lost its room, for example when a GPU breaks ([Books.Lost], [Books.Kept]).
 //
-//   - No pod and no new seat takes the room of a seat. There is one exception: a member of a hold
-//     for amounts may take that of amounts ([Books.Keep]).
+//   - No pod and no new seat takes the room of a seat, which the bound counts like a pending pod.
+//     There is one exception: a member of a hold for amounts may take that of any amounts, and the
+//     books look for these elsewhere ([Books.Keep]).
 //   - A seat that has lost its room gets what becomes free on its node, before other pods that
 //     compete with it.
 //   - The books look for another place for a lost amount by themselves, and for a lost seat of a
 //     group when the caller calls Hold again.
 //
-// A seat of a group also has the cpu, memory and the like that its pod asks for ([Books.SetPlain]).
+// Seats of groups also have the cpu, memory and the like that pods ask for ([Books.SetPlain]).
 //
 // # Limits
 //
