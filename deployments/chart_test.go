@@ -456,6 +456,32 @@ func TestChartRefuses(t *testing.T) {
 	}
 }
 
+// The partitions.yaml that README and docs/install.md show is the same file for Helm and for kustomize.
+func TestChartTakesShownPartitions(t *testing.T) {
+	for _, document := range []string{"../README.md", "../docs/install.md"} {
+		shown := shownConfigMaps(t, document)
+		if len(shown) != 1 {
+			t.Fatalf("%s shows %d ConfigMaps, want 1", document, len(shown))
+		}
+		dir := overlay(t, "# with the file of "+document+"\npatches: [{path: partitions.yaml}]\n", []string{"base"}, nil)
+		file := filepath.Join(dir, "partitions.yaml")
+		if err := os.WriteFile(file, []byte(shown[0]), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		out, err := helm(t, "template", name, "chart", "--namespace", name, "--set-file", "partitions="+file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := partitionsIn(t, documents(t, document, []byte(shown[0])))
+		if got := partitionsIn(t, documents(t, "chart", []byte(out))); got != want {
+			t.Errorf("%s: by Helm the agent reads\n%s\nwant\n%s", document, got, want)
+		}
+		if got := partitionsIn(t, render(t, dir)); got != want {
+			t.Errorf("%s: by kustomize the agent reads\n%s\nwant\n%s", document, got, want)
+		}
+	}
+}
+
 // A manifest that has no partition file is refused before the agent sees it.
 func TestChartRefusesManifests(t *testing.T) {
 	for text, says := range map[string]string{
