@@ -126,6 +126,7 @@ func TestShownPartitions(t *testing.T) {
 	}{
 		{"../README.md", "a30-24gb", nil},
 		{"../README.md", "a100-80gb", nil},
+		{"../docs/install.md", "a100-80gb", nil},
 		{"../docs/reference.md", "a30-24gb", nil},
 		{"../docs/reference.md", "a100-80gb", []string{"mixed"}},
 		{"../docs/migrate-from-nvidia.md", "a100-80gb", nil},
@@ -134,12 +135,15 @@ func TestShownPartitions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		blocks := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(string(read(t, test.file)), -1)
-		if len(blocks) == 0 {
+		files := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(string(read(t, test.file)), -1)
+		for _, text := range shownConfigMaps(t, test.file) {
+			files = append(files, []string{"", partitionsIn(t, documents(t, test.file, []byte(text)))})
+		}
+		if len(files) == 0 {
 			t.Errorf("%s shows no partitions", test.file)
 		}
-		for _, b := range blocks {
-			file, err := config.Parse(test.file, []byte(b[1]))
+		for _, f := range files {
+			file, err := config.Parse(test.file, []byte(f[1]))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -153,6 +157,29 @@ func TestShownPartitions(t *testing.T) {
 			}
 		}
 	}
+}
+
+// shownConfigMaps are the texts of those in a document, between fences or indented.
+func shownConfigMaps(t *testing.T, file string) (all []string) {
+	t.Helper()
+	for _, m := range regexp.MustCompile(`(?m)^( *)apiVersion: v1\n *kind: ConfigMap\n(?: *[^\s`+"`"+`].*\n)+`).FindAllStringSubmatch(string(read(t, file)), -1) {
+		all = append(all, strings.ReplaceAll("\n"+m[0], "\n"+m[1], "\n"))
+	}
+	return all
+}
+
+// partitionsIn is the partition file in the ConfigMap gpu-partitions among objects.
+func partitionsIn(t *testing.T, objects []object) string {
+	t.Helper()
+	o := one(t, objects, "ConfigMap", "gpu-partitions")
+	if o.Metadata.Namespace != name {
+		t.Errorf("the ConfigMap gpu-partitions is in the namespace %q", o.Metadata.Namespace)
+	}
+	text, ok := as[configMap](t, o).Data["config.yaml"]
+	if !ok {
+		t.Fatal("the ConfigMap gpu-partitions has no config.yaml")
+	}
+	return text
 }
 
 // The drawings of a MIG GPU are what gpu-agent status prints.

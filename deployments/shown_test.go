@@ -3,6 +3,7 @@
 package deployments
 
 import (
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -14,7 +15,7 @@ import (
 )
 
 // shownOverlays writes what the documents show into a directory as a user has it: the overlay of
-// docs/install.md and the partition file of the README beside it, the cleanup's overlay of
+// docs/install.md and the partitions of the README beside it, the cleanup's overlay of
 // docs/lifecycle.md below it, and a checkout of the project.
 func shownOverlays(t *testing.T) (dir, partitions string) {
 	t.Helper()
@@ -30,7 +31,7 @@ func shownOverlays(t *testing.T) (dir, partitions string) {
 		t.Fatal(err)
 	}
 	dir = t.TempDir()
-	partitions = found("../README.md", "(?s)```yaml\n(version: v1\n.*?)```")
+	partitions = found("../README.md", "(?s)```yaml\n(apiVersion: v1\nkind: ConfigMap\n.*?)```")
 	install := found("../docs/install.md", "(?s)\n( +# kustomization.yaml\n.*?)\n\n")
 	for name, text := range map[string]string{
 		"partitions.yaml": partitions, "kustomization.yaml": regexp.MustCompile("(?m)^ {7}").ReplaceAllString(install, ""),
@@ -50,7 +51,7 @@ func shownOverlays(t *testing.T) (dir, partitions string) {
 	return dir, partitions
 }
 
-// The overlay that docs/install.md shows has the user's image, and the partition file that the README
+// The overlay that docs/install.md shows has the user's image, and the partitions that the README
 // shows: there is one form of it.
 func TestShownInstall(t *testing.T) {
 	dir, partitions := shownOverlays(t)
@@ -59,14 +60,16 @@ func TestShownInstall(t *testing.T) {
 		t.Errorf("%d objects, and the base has %d", len(objects), len(base(t)))
 	}
 	config := one(t, objects, "ConfigMap", "gpu-partitions")
-	if got := as[struct {
+	type configMap struct {
 		header `yaml:",inline"`
 		Data   map[string]string
-	}](t, config).Data; got["config.yaml"] != partitions || len(got) != 1 || config.Metadata.Namespace != "gpu-agent" {
+	}
+	want := as[configMap](t, documents(t, "README.md", []byte(partitions))[0]).Data
+	if got := as[configMap](t, config).Data; !maps.Equal(got, want) || len(got) != 1 || config.Metadata.Namespace != "gpu-agent" {
 		t.Errorf("the ConfigMap in %s has %q", config.Metadata.Namespace, got)
 	}
 	d := agentSet(t, objects)
-	if image := agent(t, &d).Image; image != "YOUR-REGISTRY/gpu-agent:v1" {
+	if image := agent(t, &d).Image; image != "registry.example.com/team/gpu-agent:v0.1.0" {
 		t.Errorf("the image is %s", image)
 	}
 }
@@ -78,7 +81,7 @@ func TestShownUninstall(t *testing.T) {
 	d := as[daemonSet](t, one(t, render(t, filepath.Join(dir, "cleanup")), "DaemonSet", "gpu-agent-cleanup"))
 	spec := d.Spec.Template.Spec
 	for _, c := range append(spec.InitContainers, spec.Containers...) {
-		if c.Image != "YOUR-REGISTRY/gpu-agent:v1" {
+		if c.Image != "registry.example.com/team/gpu-agent:v0.1.0" {
 			t.Errorf("%s has the image %s, which is not the user's", c.Name, c.Image)
 		}
 	}

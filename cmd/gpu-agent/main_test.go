@@ -298,21 +298,21 @@ func TestMemoryFlag(t *testing.T) {
 	}
 }
 
-// The README's example passes the README's check on every kind of node, as a file and in a ConfigMap.
+// The README's example passes the README's check on every kind of node, as the ConfigMap that it is,
+// and as the file in it.
 func TestReadmePartitionsPassItsCheck(t *testing.T) {
 	text := string(read(t, "../../README.md"))
-	shown := regexp.MustCompile("(?s)```yaml\n(version: v1\n.*?)```").FindStringSubmatch(text)
+	shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: v1\nkind: ConfigMap\n.*?  config.yaml: \\|\n(.*?))```").FindStringSubmatch(text)
 	if shown == nil || !strings.Contains(text, "gpu-agent check --config - <partitions.yaml") {
 		t.Fatal("the README shows no partitions, or not how to check them")
 	}
-	manifest := "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: gpu-partitions}\ndata:\n  config.yaml: |\n" +
-		regexp.MustCompile("(?m)^").ReplaceAllString(shown[1], "    ")
+	bare := strings.ReplaceAll("\n"+shown[2], "\n    ", "\n")
 	nodes, err := filepath.Glob("../../tests/testdata/inventories/*.json")
 	if err != nil || len(nodes) < 5 {
 		t.Fatalf("find the inventories: %v, %v", nodes, err)
 	}
 	for _, node := range nodes {
-		for _, file := range []string{shown[1], manifest} {
+		for _, file := range []string{shown[1], bare} {
 			out, says, err := executeWith(t, file, "check", "--config", "-", "--inventory", node)
 			if err != nil || says != "" || !strings.Contains(out, "partition default fits") {
 				t.Errorf("%s: %v\n%s%s", node, err, out, says)
