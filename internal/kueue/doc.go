@@ -26,9 +26,7 @@
 //     workload has no room on the other nodes. While there is room it is Retry, so that the workload
 //     begins again with the first flavor. Where Kueue goes on having no quota on-prem for what has
 //     room there, it is Ready after 15 s.
-//     A workload that runs in a cloud, and whose pods all have the label
-//     "example.com/gpu.checkpoints: true", comes back: once it has been there for ten seconds and
-//     there is room, its check is Retry again. Kueue ends it, and begins with the first flavor.
+//     A workload comes back from a cloud in two cases: see "Back from a cloud".
 //
 //   - "example.com/gpu-placer-urgent": like the first, but where there is no room workloads of lower
 //     priority make some. The books name the fewest whose end opens room ([placer.Books.Open]) and hold
@@ -52,6 +50,23 @@
 // annotations. Without the feature gate, or where Kueue's annotation is not the placer's, a workload is
 // tried again after 15 s, and has its quota all that time.
 //
+// # Back from a cloud
+//
+// The check of a workload in a cloud turns Retry once there is room on-prem, and Kueue begins with the first flavor
+// again. The room is held from then on. That happens to two kinds of workloads, ten seconds after they were admitted at
+// the earliest:
+//
+//   - All pods have the label "example.com/gpu.checkpoints: true". They are ended while they run.
+//
+//   - No pod has a node, since the cloud is full, or an autoscaler is still making one. Nothing is lost then. Where the
+//     cloud has had room for one of the pods for less than 30 s, the workload stays: its node has just come. The check
+//     tells pods in a cloud the same annotation as on-prem, so the books know which are the workload's. A workload
+//     stays if none of its pods has the annotation, or if a pod that came to the queue by itself has no controller:
+//     Kueue deletes such pods, and no other ones are made.
+//
+// Where Kueue has no quota for the room on-prem, the workload is back in the cloud 15 s later, and its check says why. It
+// is then left there for ten minutes, since the placer does not know quotas, and each such try ends its pods in vain.
+//
 // # What is held
 //
 // What makes a check Ready is a hold in the books: a seat for each pod, found before there is one. The
@@ -65,7 +80,7 @@
 // elastic job, the name that all of its workloads share. It stays when a workload gets an owner later, as
 // prebuilt ones do. The next process reads the key that is written, which may be an owner's UID from an
 // earlier build. A tenant can write the annotation, but not the namespace: a tenant that lies takes the
-// room of a workload beside its own.
+// room of a workload beside its own, or keeps one in a cloud.
 //
 // # What is taken back
 //

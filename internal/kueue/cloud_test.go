@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kueue
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/placer"
+)
+
+// far is a site with one node on-prem, which a job fills, and a job of n pods that was admitted to a cloud.
+func far(t *testing.T, n int, nodes ...string) (s *site, fills, w *Workload) {
+	t.Helper()
+	s = newSite(t, append(nodes, "a")...)
+	fills, w = s.job("fills", 1), s.job("far", n)
+	w.Sets[0].Flavors, w.Checks[0].Name = []string{"there"}, "full"
+	s.decide(0)
+	s.want(fills, Ready, "a × 1")
+	s.want(w, Ready, "on-prem, none of 1 nodes has room")
+	w.Turned = s.now
+	return s, fills, w
+}
+
+// pending makes a pod of a workload as its controller does, with what the check told it, and no node yet.
+func (s *site) pending(w *Workload, change func(*corev1.Pod)) *corev1.Pod {
+	s.t.Helper()
+	s.seq++
+	yes := true
+	p := &corev1.Pod{Spec: *w.Sets[0].Pod.DeepCopy()}
+	p.Name, p.Namespace = fmt.Sprint(w.Name, "-", s.seq), w.Namespace
+	p.UID, p.OwnerReferences = types.UID(p.Name), []metav1.OwnerReference{{Kind: "Job", Name: w.Name, Controller: &yes}}
+	p.Annotations = map[string]string{}
+	for _, u := range w.Checks[0].PodSetUpdates {
+		for key, value := range u.Annotations {
+			p.Annotations[key] = value
+		}
+	}
+	if change != nil {
+		change(p)
+	}
+	s.fleet.SetPod(p)
+	return p
+}
+
+// bind binds a pod to a node without a question.
+func (s *site) bind(p *corev1.Pod, node string) {
+	p = p.DeepCopy()
+	p.Spec.NodeName = node
+	s.fleet.SetPod(p)
+}
+
+// TestNothingToLoseInACloud: a workload that was admitted to a cloud, and none of whose pods has a node there, comes
+// back when there is room on-prem. Otherwise it would wait for the cloud for as long as that takes.
+func TestNothingToLoseInACloud(t *testing.T) {
+	const hold = "example.com/gpu.hold"
+	for name, is := range map[string]struct {
+		pods  func(*site, *Workload)
+		comes bool
+	}{
+		"its pods have no node": {func(s *site, w *Workload) { s.pending(w, nil); s.pending(w, nil) }, true},
+		"one has a node": {func(s *site, w *Workload) {
+			s.pending(w, nil)
+			s.bind(s.pending(w, nil), "cloud-9")
+		}, false},
+		"one is to have a node": {func(s *site, w *Workload) {
+			s.pending(w, func(p *corev1.Pod) { p.Status.NominatedNodeName = "cloud-9" })
+		}, false},
+		"a pod of it that asks for no GPU has a node": {func(s *site, w *Workload) {
+			s.pending(w, nil)
+			plain := func(p *corev1.Pod) { p.Spec.Containers[0].Resources = corev1.ResourceRequirements{} }
+			s.bind(s.pending(w, plain), "cpu-1")
+		}, false},
+		"one that had a node is ending": {func(s *site, w *Workload) {
+			s.bind(s.pending(w, func(p *corev1.Pod) { p.DeletionTimestamp = &metav1.Time{Time: start} }), "cloud-9")
+			s.pending(w, nil)
+		}, true},
+		"one that had a node has succeeded": {func(s *site, w *Workload) {
+			s.bind(s.pending(w, func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }), "cloud-9")
+			s.pending(w, nil)
+		}, true},
+		"it has no pods that are known": {func(*site, *Workload) {}, false},
+		"its pods say nothing of it": {func(s *site, w *Workload) {
+			s.pending(w, func(p *corev1.Pod) { p.Annotations = nil })
+		}, false},
+		// Whoever lies about pods of a namespace has the namespace pay for it, and no other one.
+		"a pod with a node says that it is one of its pods": {func(s *site, w *Workload) {
+			s.pending(w, nil)
+			s.bind(s.pending(w, func(p *corev1.Pod) { p.OwnerReferences = nil }), "cloud-9")
+		}, false},
+		"a pod of another namespace says so": {func(s *site, w *Workload) {
+			s.pending(w, nil)
+			s.bind(s.pending(w, func(p *corev1.Pod) { p.Namespace = "web" }), "cloud-9")
+		}, true},
+		"a pod has a key without end": {func(s *site, w *Workload) {
+			s.pending(w, func(p *corev1.Pod) { p.Annotations[hold] = strings.Repeat("x", 1000) })
+		}, false},
+		"Kueue deletes its pods, which their controller makes again": {func(s *site, w *Workload) {
+			w.OfPods = true
+			s.pending(w, nil)
+		}, true},
+		"Kueue deletes its pods for good": {func(s *site, w *Workload) {
+			w.OfPods = true
+			s.pending(w, nil)
+			s.pending(w, func(p *corev1.Pod) { p.OwnerReferences = nil })
+		}, false},
+		"it has no job that Kueue could end": {func(s *site, w *Workload) {
+			w.Bare = true
+			s.pending(w, nil)
+		}, false},
+		"another check keeps it back": {func(_ *site, w *Workload) { w.Admitted = false }, true},
+		"another check keeps an elastic job from growing": {func(s *site, w *Workload) {
+			s.bind(s.pending(w, nil), "cloud-9")
+			w.Admitted = false
+		}, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s, fills, w := far(t, 1)
+			is.pods(s, w)
+			if told := s.decide(time.Hour); told != nil {
+				t.Fatalf("on-prem is full, and told: %q", told)
+			}
+			fills.Over = true
+			told := s.decide(time.Second)
+			if is.comes != slices.Equal(told, []string{"far Retry"}) || !is.comes && told != nil {
+				t.Fatalf("there is room, and told: %q", told)
+			}
+			if is.comes {
+				s.want(w, Retry, "there is room on-prem, and none of its pods has a node in the cloud: it comes back")
+			}
+		})
+	}
+}
+
+// TestItsNodeHasJustCome: a workload is left in a cloud for the moment in which its pods get their nodes.
+func TestItsNodeHasJustCome(t *testing.T) {
+	s, fills, w := far(t, 1)
+	p := s.pending(w, nil)
+	fills.Over = true
+	if told := s.decide(stay - time.Second); told != nil {
+		t.Fatalf("it has just been admitted, and told: %q", told)
+	}
+	cloud := s.nodes["a"].DeepCopy()
+	cloud.Name, cloud.Labels = "cloud-1", map[string]string{"site": "cloud", corev1.LabelHostname: "cloud-1"}
+	s.rise("cloud-1", cloud)
+	if told := s.decide(time.Second); told != nil {
+		t.Fatalf("its node is there, and told: %q", told)
+	}
+	// Its room on-prem is not kept meanwhile.
+	other := s.job("other", 1)
+	s.decide(time.Second)
+	s.want(other, Ready, "a × 1")
+	other.Over = true
+	at, _, err := s.fleet.Place(t.Context(), string(p.UID), []string{"cloud-1"})
+	if at != "cloud-1" || err != nil {
+		t.Fatalf("its pod is placed on %q: %v", at, err)
+	}
+	if told := s.decide(time.Hour); told != nil {
+		t.Fatalf("its pod has room on a node, and told: %q", told)
+	}
+
+	// If something keeps its pods from that node, it is not left there for ever.
+	s.fleet.DeletePod(string(p.UID))
+	s.pending(w, nil)
+	for _, step := range []struct {
+		after time.Duration
+		want  []string
+	}{{time.Second, nil}, {arrive - time.Second, nil}, {time.Second, []string{"far Retry"}}} {
+		if told := s.decide(step.after); !slices.Equal(told, step.want) {
+			t.Fatalf("its node takes no pod, and told: %q, want %q", told, step.want)
+		}
+	}
+}
+
+// TestRoomWithoutQuota: a workload goes to a cloud since it has no quota for the room that there is on-prem. It is not
+// ended again and again for that room, whether the placer goes on or another process does.
+func TestRoomWithoutQuota(t *testing.T) {
+	for _, restarts := range []bool{false, true} {
+		for _, checkpoint := range []bool{false, true} {
+			t.Run(fmt.Sprintf("restarts %v, checkpoints %v", restarts, checkpoint), func(t *testing.T) {
+				c := newCluster(t, map[string][]int{"a": {79}, "cloud-1": {79}})
+				w := c.job("poor", "there", "full", [2]int{1, 50})
+				if checkpoint {
+					w.Sets[0].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
+				}
+				ended, ran := 0, 0
+				const last = 3600
+				for second := range last {
+					if restarts && second%60 == 0 {
+						c.restart()
+					}
+					c.decide(time.Duration(second) * time.Second)
+					switch s := w.Checks[0]; {
+					case s.State == Retry && w.Admitted:
+						ended++
+						fallthrough
+					case s.State == Retry: // Kueue has no quota on-prem
+						delete(c.pods, "pod")
+						c.DeletePod("pod")
+						c.quota(w, "there", "full")
+						w.Checks[0].LastTransitionTime = metav1.NewTime(start.Add(time.Duration(second) * time.Second))
+					case s.State == Ready && !w.Admitted:
+						w.Admitted = true
+						p := placer.Pod{UID: "pod", Name: "pod", Namespace: w.Namespace, Hold: c.id(w),
+							Containers: []placer.Container{{Requests: map[string]int{memory: 50}}}}
+						if checkpoint {
+							p.Node = "cloud-1"
+						}
+						c.pods["pod"] = p
+						c.SetPod(p)
+					case w.Admitted:
+						ran++
+					}
+				}
+				if most := int(time.Hour / quotaAgain); ended == 0 || ended > most || ran < last*9/10 {
+					const says = "in an hour it was ended %d times, and was in the cloud for %d s; it may be ended %d times"
+					t.Errorf(says, ended, ran, most)
+				}
+			})
+		}
+	}
+}
