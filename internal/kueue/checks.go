@@ -112,6 +112,8 @@ type Checks struct {
 	hopes     hopes
 	// arriving is since when a cloud has had room for a pod of a workload none of whose pods has a node, by UID.
 	arriving map[string]time.Time
+	// tried is since when a workload in a cloud's queue has waited for quota on-prem, where it has room, by UID.
+	tried map[string]time.Time
 }
 
 // held is what a hold is for.
@@ -151,7 +153,7 @@ func NewChecks(domain string, books Books) *Checks {
 	return &Checks{
 		domain: domain, books: books, held: map[string]*held{},
 		sought: map[string]time.Time{}, refusedAt: map[string]time.Time{}, hopes: hopes{},
-		arriving: map[string]time.Time{},
+		arriving: map[string]time.Time{}, tried: map[string]time.Time{},
 	}
 }
 
@@ -213,7 +215,9 @@ func (c *Checks) Follow(v *View, now time.Time) {
 	c.reaches.of(c.books.Nodes(), v.Flavors)
 	there, goes := map[string]bool{}, map[string]bool{}
 	for _, w := range v.Workloads {
-		goes[w.UID] = !w.Over
+		if goes[w.UID] = !w.Over; w.Admitted {
+			delete(c.tried, w.UID)
+		}
 	}
 	for _, w := range v.Workloads {
 		hold := c.id(w)
@@ -248,6 +252,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 	gone := func(uid string, _ time.Time) bool { return !goes[uid] }
 	maps.DeleteFunc(c.refusedAt, gone)
 	maps.DeleteFunc(c.arriving, gone)
+	maps.DeleteFunc(c.tried, gone)
 	c.hopes.forget(now)
 	for hold := range c.held {
 		if !there[hold] {

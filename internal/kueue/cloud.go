@@ -49,9 +49,13 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 	}
 	_, no := c.hold(w, &want, now)
 	refused, _, mine := c.refused(w)
+	if _, before := c.tried[w.UID]; !before {
+		c.tried[w.UID] = now
+	}
 	switch {
 	case no != nil:
 		c.drop(c.id(w))
+		delete(c.tried, w.UID)
 		if by := c.waitsUntil(w, &want, v, now); !by.IsZero() {
 			const as = "it waits for room on-prem until %s, and goes to the cloud then: on-prem, %s"
 			return pending(fmt.Sprintf(as, by.UTC().Format(time.RFC3339), because(no, &want)))
@@ -64,7 +68,7 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		a := retry("there is room on-prem: it begins again with the first flavor", 0)
 		a.Changes = true
 		return a
-	case now.Sub(c.held[c.id(w)].since) >= forQuota:
+	case now.Sub(c.tried[w.UID]) >= forQuota:
 		c.drop(c.id(w))
 		return c.goes(w, noQuota)
 	case now.Sub(s.LastTransitionTime.Time) < pause:
