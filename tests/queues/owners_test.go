@@ -51,6 +51,8 @@ func TestOwners(t *testing.T) {
 		{"a Deployment", c.deployment},
 		{"a pod of its own", c.alone},
 		{"a group of pods", c.group},
+		{"an elastic job in the cloud", c.growsFar},
+		{"room without quota", c.poor},
 		{"two cohorts, and pods without Kueue", c.cohorts},
 	} {
 		t.Run(story.name, func(t *testing.T) {
@@ -256,45 +258,86 @@ func (c *cluster) group(*testing.T) {
 	end(2)
 }
 
+// growsFar: an elastic job that runs in the cloud grows there, also while on-prem has room.
+func (c *cluster) growsFar(t *testing.T) {
+	end := c.occupy(4, 0)
+	c.elastic("far", 1, 50)
+	c.awaitAt("far", "cloud", 1)
+	before := c.podsOf("batch.kubernetes.io/job-name=far")
+	end(0)
+	end(1)
+	c.patch(jobs+"/far", object{"spec": object{"parallelism": 2}})
+	c.awaitAt("far", "cloud", 2)
+	c.still(t, before)
+	c.drop(jobs+"/far", "batch.kubernetes.io/job-name=far")
+	end(2)
+	end(3)
+}
+
+// poor: a job that checkpoints goes to the cloud since its queue has no quota on-prem. It is not ended for the room there.
+func (c *cluster) poor(t *testing.T) {
+	path := queueing + "/clusterqueues/" + team
+	before := c.quotas(path, "research", map[string]string{"on-prem": "10", "cloud": "320"})
+	c.send(job{name: "poor", asks: map[string]int{memory: 50}, podLabels: map[string]string{"example.com/gpu.checkpoints": "true"}})
+	c.awaitAt("poor", "cloud", 1)
+	c.awaitSays(t, "poor", "on-prem, there is room and no quota")
+	pods := c.podsOf("batch.kubernetes.io/job-name=poor")
+	for range 30 {
+		time.Sleep(time.Second)
+		if c.still(t, pods); t.Failed() {
+			t.Fatal(c.says("poor"))
+		}
+	}
+	c.end("poor")
+	c.patch(path, object{"spec": before})
+}
+
+// quotas puts a queue into a cohort, with the same quota of each resource by site, and returns what it had.
+func (c *cluster) quotas(path, cohort string, of map[string]string) (before object) {
+	c.t.Helper()
+	var queue struct {
+		Spec struct {
+			CohortName        string           `json:"cohortName"`
+			NamespaceSelector object           `json:"namespaceSelector"`
+			ResourceGroups    []map[string]any `json:"resourceGroups"`
+		}
+	}
+	if err := c.get(path, &queue); err != nil {
+		c.t.Fatal(err)
+	}
+	was := queue.Spec
+	before = object{"cohortName": was.CohortName, "namespaceSelector": was.NamespaceSelector, "resourceGroups": was.ResourceGroups}
+	var groups []object
+	for _, g := range was.ResourceGroups {
+		var flavors []object
+		for _, f := range g["flavors"].([]any) {
+			name := f.(object)["name"].(string)
+			at := "on-prem"
+			if strings.HasPrefix(name, "cloud") {
+				at = "cloud"
+			}
+			var resources []object
+			for _, r := range f.(object)["resources"].([]any) {
+				one := object{"name": r.(object)["name"], "nominalQuota": of[at]}
+				if one["name"] == "example.com/gpu-memory" {
+					one["nominalQuota"] = of[at] + "Gi"
+				}
+				resources = append(resources, one)
+			}
+			flavors = append(flavors, object{"name": name, "resources": resources})
+		}
+		groups = append(groups, object{"coveredResources": g["coveredResources"], "flavors": flavors})
+	}
+	all := object{"matchLabels": nil}
+	c.patch(path, object{"spec": object{"cohortName": cohort, "resourceGroups": groups, "namespaceSelector": all}})
+	return before
+}
+
 // cohorts: two cohorts have quota for all of on-prem each, and pods come without Kueue. None is refused, and none is in
 // the cloud for which on-prem has room.
 func (c *cluster) cohorts(t *testing.T) {
-	own, other := queueing+"/clusterqueues/"+team, queueing+"/clusterqueues/lender"
-	var was [2]struct {
-		Spec struct {
-			CohortName     string
-			ResourceGroups []struct {
-				CoveredResources []string
-				Flavors          []struct {
-					Name      string
-					Resources []map[string]any
-				}
-			}
-		}
-	}
-	for i, path := range []string{own, other} {
-		if err := c.get(path, &was[i]); err != nil {
-			t.Fatal(err)
-		}
-		var groups []object
-		for _, g := range was[i].Spec.ResourceGroups {
-			var flavors []object
-			for _, f := range g.Flavors {
-				var resources []object
-				for _, r := range f.Resources {
-					all := "320"
-					if r["name"] == "example.com/gpu-memory" {
-						all = "320Gi"
-					}
-					resources = append(resources, object{"name": r["name"], "nominalQuota": all})
-				}
-				flavors = append(flavors, object{"name": f.Name, "resources": resources})
-			}
-			groups = append(groups, object{"coveredResources": g.CoveredResources, "flavors": flavors})
-		}
-		all := object{"matchLabels": nil}
-		cohort := []string{"gpus", "second"}[i]
-		c.patch(path, object{"spec": object{"cohortName": cohort, "resourceGroups": groups, "namespaceSelector": all}})
+	for name, cohort := range map[string]string{team: "gpus", "lender": "second"} {
+		c.quotas(queueing+"/clusterqueues/"+name, cohort, map[string]string{"on-prem": "320", "cloud": "320"})
 	}
 	c.post(queueing+"/namespaces/"+team+"/localqueues", object{
 		"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "LocalQueue", "metadata": object{"name": "second"},
@@ -343,7 +386,7 @@ func (c *cluster) fair(t *testing.T) {
 		waits = 40 * time.Second
 	)
 	done, over := make(chan struct{}), make(chan struct{})
-	since := map[string]time.Time{}
+	since, watched := map[string]time.Time{}, false
 	long := func(what string, is bool, most time.Duration) bool {
 		if !is {
 			delete(since, what)
@@ -378,7 +421,8 @@ func (c *cluster) fair(t *testing.T) {
 		placed := map[string]bool{}
 		for i := range pods.Items {
 			p := &pods.Items[i]
-			key := p.Annotations["example.com/gpu.hold"]
+			key := p.Annotations["kueue.x-k8s.io/workload"]
+			watched = watched || key != ""
 			quantity := p.Spec.Containers[0].Resources.Requests[memory]
 			units := int(quantity.Value())
 			gated := p.DeletionTimestamp != nil || len(p.Spec.SchedulingGates) > 0
@@ -400,7 +444,7 @@ func (c *cluster) fair(t *testing.T) {
 		}
 		for key, units := range waiting {
 			if long(key, !placed[key] && fits(free["on-prem"], units...), waits) {
-				t.Errorf("a workload waits for the cloud, and on-prem has %v: %s", free["on-prem"], c.allSay())
+				t.Errorf("%s waits for the cloud, and on-prem has %v: %s", key, free["on-prem"], c.allSay())
 			}
 		}
 		return nil
@@ -418,7 +462,12 @@ func (c *cluster) fair(t *testing.T) {
 			}
 		}
 	}()
-	t.Cleanup(func() { close(done); <-over })
+	t.Cleanup(func() {
+		close(done)
+		if <-over; !watched {
+			t.Error("no pod says of which workload it is, so nothing was watched")
+		}
+	})
 }
 
 // fits reports whether GPUs have room for pods that ask for so many units each, one after the other.
