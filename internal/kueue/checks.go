@@ -313,7 +313,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		out = append(out, ends...)
 		return a
 	})
-	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
+	// Workloads with quota on-prem go first, then those that run nowhere, and those in a cloud last.
 	answer(all, onPremName, c.onPrem)
 	if news := c.books.News(); c.full == nil || news != c.heard {
 		c.full, c.heard = map[string]*placer.Refusal{}, news
@@ -323,6 +323,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 			a.Workload = w
 			out = append(out, *a)
 		}
+		answer([]*Workload{w}, cloudName, c.nowhere)
 	}
 	answer(all, cloudName, c.cloud)
 	return out

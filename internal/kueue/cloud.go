@@ -26,24 +26,19 @@ const (
 	quotaAgain = 10 * time.Minute
 )
 
-// cloud answers whether on-prem is full.
+// cloud answers whether on-prem is full, and brings back what may be moved.
 func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	want := c.want(w, v, func(s *Set) where {
-		of := v.labels(s)
-		return where{"cloud " + fmt.Sprint(of), func(labels map[string]string) bool {
-			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
-		}}
-	})
+	want := c.outside(w, v)
 	h := c.held[c.id(w)]
 	switch {
 	case !want.asks && s.State == Pending:
 		return ready("it asks for nothing that the GPU agents offer")
-	case !want.asks, s.State != Pending && s.State != Ready:
+	case s.State == Ready:
+		return c.comeBack(w, s, movable, v, now)
+	case !want.asks, s.State != Pending:
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
-	case s.State == Ready:
-		return c.comeBack(w, s, &want, v, now)
 	case c.running(w):
 		return c.goes(w, "its pods run in the cloud already")
 	}
@@ -88,14 +83,40 @@ func (c *Checks) goes(w *Workload, why string) *Answer {
 	return a
 }
 
-// comeBack has a workload in a cloud begin again if it may be moved and there is room on-prem; nil where it stays.
-func (c *Checks) comeBack(w *Workload, s *CheckState, want *wanted, v *View, now time.Time) *Answer {
-	why := c.mayReturn(w, s, now)
-	if why == "" {
-		delete(c.arriving, w.UID)
+// outside is what a workload asks for, on nodes that neither its flavors nor other clouds have.
+func (c *Checks) outside(w *Workload, v *View) wanted {
+	return c.want(w, v, func(s *Set) where {
+		of := v.labels(s)
+		return where{"cloud " + fmt.Sprint(of), func(labels map[string]string) bool {
+			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
+		}}
+	})
+}
+
+// nowhere brings back what has no node in a cloud.
+func (c *Checks) nowhere(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
+	if s.State != Ready {
 		return nil
 	}
-	if _, no := c.hold(w, want, now); no != nil {
+	return c.comeBack(w, s, idle, v, now)
+}
+
+// comeBack has a workload in a cloud begin again if it may be moved for a reason, and there is room on-prem; nil where
+// it stays.
+func (c *Checks) comeBack(w *Workload, s *CheckState, why string, v *View, now time.Time) *Answer {
+	h := c.held[c.id(w)]
+	if c.mayReturn(w, s, now) != why || h != nil && h.by != w.UID {
+		if why == idle {
+			delete(c.arriving, w.UID)
+		}
+		return nil
+	}
+	want := c.outside(w, v)
+	if !want.asks {
+		return nil
+	}
+	if _, no := c.hold(w, &want, now); no != nil {
+		delete(c.arriving, w.UID)
 		return nil
 	}
 	if why == idle && c.arrives(w, v, now) {

@@ -158,6 +158,9 @@ func TestItsNodeHasJustCome(t *testing.T) {
 	s.decide(time.Second)
 	s.want(other, Ready, "a × 1")
 	other.Over = true
+	if told := s.decide(time.Second); told != nil {
+		t.Fatalf("its node is there, and told: %q", told)
+	}
 	at, _, err := s.fleet.Place(t.Context(), string(p.UID), []string{"cloud-1"})
 	if at != "cloud-1" || err != nil {
 		t.Fatalf("its pod is placed on %q: %v", at, err)
@@ -179,8 +182,32 @@ func TestItsNodeHasJustCome(t *testing.T) {
 	}
 }
 
+// TestWhoRunsNowhereGoesByAge: room on-prem is for the oldest workload that does not run, whether it waits without quota
+// or in a cloud that has no node for it.
+func TestWhoRunsNowhereGoesByAge(t *testing.T) {
+	for name, older := range map[string]string{"in the cloud": "far", "without quota": "waits"} {
+		t.Run(name, func(t *testing.T) {
+			s, fills, w := far(t, 1)
+			s.pending(w, nil)
+			waits := s.job("waits", 1)
+			waits.Reserved, waits.Checks = false, nil
+			waits.Annotations = map[string]string{"example.com/gpu.refused-flavors": "here,there"}
+			if older == "waits" {
+				waits.Created = w.Created.Add(-time.Second)
+			}
+			fills.Over = true
+			s.now = s.now.Add(time.Hour)
+			told := s.Decide(&s.view, s.now)
+			if len(told) != 1 || told[0].Workload.Name != older {
+				t.Errorf("told: %+v", told)
+			}
+		})
+	}
+}
+
 // TestRoomWithoutQuota: a workload goes to a cloud since it has no quota for the room that there is on-prem. It is not
-// ended again and again for that room, whether the placer goes on or another process does, and however long Kueue takes.
+// ended again and again for that room, whether the placer goes on or another process does, and however long Kueue
+// takes.
 func TestRoomWithoutQuota(t *testing.T) {
 	for name, is := range map[string]struct {
 		restarts, checkpoints bool
@@ -234,7 +261,8 @@ func TestRoomWithoutQuota(t *testing.T) {
 				}
 			}
 			if most := int(time.Hour / quotaAgain); ended == 0 || ended > most || ran < last*4/5 {
-				t.Errorf("in an hour it was ended %d times, %d are too many, and was in the cloud for %d s", ended, most+1, ran)
+				const says = "in an hour it was ended %d times, %d are too many, and was in the cloud for %d s"
+				t.Errorf(says, ended, most+1, ran)
 			}
 		})
 	}

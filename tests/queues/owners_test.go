@@ -274,11 +274,13 @@ func (c *cluster) growsFar(t *testing.T) {
 	end(3)
 }
 
-// poor: a job that checkpoints goes to the cloud since its queue has no quota on-prem. It is not ended for the room there.
+// poor: a job that checkpoints goes to the cloud since its queue has no quota on-prem. It is not ended for the room
+// there.
 func (c *cluster) poor(t *testing.T) {
 	path := queueing + "/clusterqueues/" + team
 	before := c.quotas(path, "research", map[string]string{"on-prem": "10", "cloud": "320"})
-	c.send(job{name: "poor", asks: map[string]int{memory: 50}, podLabels: map[string]string{"example.com/gpu.checkpoints": "true"}})
+	label := map[string]string{"example.com/gpu.checkpoints": "true"}
+	c.send(job{name: "poor", asks: map[string]int{memory: 50}, podLabels: label})
 	c.awaitAt("poor", "cloud", 1)
 	c.awaitSays(t, "poor", "on-prem, there is room and no quota")
 	pods := c.podsOf("batch.kubernetes.io/job-name=poor")
@@ -306,7 +308,8 @@ func (c *cluster) quotas(path, cohort string, of map[string]string) (before obje
 		c.t.Fatal(err)
 	}
 	was := queue.Spec
-	before = object{"cohortName": was.CohortName, "namespaceSelector": was.NamespaceSelector, "resourceGroups": was.ResourceGroups}
+	before = object{"cohortName": was.CohortName, "namespaceSelector": was.NamespaceSelector}
+	before["resourceGroups"] = was.ResourceGroups
 	var groups []object
 	for _, g := range was.ResourceGroups {
 		var flavors []object
