@@ -73,8 +73,8 @@ const (
 	onPremName = "gpu-placer"
 	urgentName = "gpu-placer-urgent"
 	cloudName  = "gpu-placer-cloud"
-	// holdName is the key of the hold, and nodesName where its pods have their room. A key is a UID or an object's name,
-	// so it has at most maxKey bytes.
+	// holdName is the key of the hold, and nodesName where its pods have their room. A key is a UID or an object's
+	// name, so it has at most maxKey bytes.
 	holdName  = "gpu.hold"
 	nodesName = "gpu.hold-nodes"
 	maxKey    = 253
@@ -241,7 +241,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
-				groups := c.want(w, v, v.byFlavors(w)).groups
+				groups := c.want(w, v, c.byFlavors(w, v)).groups
 				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.written(w, s.PodSetUpdates))
 				c.held[hold] = &held{by: w.UID} // of no shape: it is looked for anew what has moved since
 			}
@@ -367,7 +367,7 @@ func retry(why string, after time.Duration) *Answer {
 
 // onPrem answers whether there is room; nil where the check stays as it is.
 func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	want := c.want(w, v, v.byFlavors(w))
+	want := c.want(w, v, c.byFlavors(w, v))
 	h := c.held[c.id(w)]
 	switch {
 	case !want.asks && s.State == Pending:
@@ -565,7 +565,7 @@ func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 		h.woken = now
 		return &Answer{Changes: true, Wakes: "there was room"}
 	}
-	of := where{"refused " + strings.Join(refused, ","), func(labels map[string]string) bool {
+	of := where{key: "refused " + strings.Join(refused, ","), holds: func(labels map[string]string) bool {
 		return slices.ContainsFunc(refused, func(name string) bool {
 			return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels)
 		})

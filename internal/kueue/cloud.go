@@ -37,6 +37,8 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 		return c.comeBack(w, s, movable, v, now)
 	case !want.asks, s.State != Pending:
 		return nil
+	case c.split(w, v):
+		return c.goes(w, "on-prem has no quota for all of its pods, and others of them are there")
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
 	case c.running(w):
@@ -87,7 +89,7 @@ func (c *Checks) goes(w *Workload, why string) *Answer {
 func (c *Checks) outside(w *Workload, v *View) wanted {
 	return c.want(w, v, func(s *Set) where {
 		of := v.labels(s)
-		return where{"cloud " + fmt.Sprint(of), func(labels map[string]string) bool {
+		return where{key: "cloud " + fmt.Sprint(of), holds: func(labels map[string]string) bool {
 			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
 		}}
 	})
@@ -105,7 +107,7 @@ func (c *Checks) nowhere(w *Workload, s *CheckState, v *View, now time.Time) *An
 // it stays.
 func (c *Checks) comeBack(w *Workload, s *CheckState, why string, v *View, now time.Time) *Answer {
 	h := c.held[c.id(w)]
-	if c.mayReturn(w, s, now) != why || h != nil && h.by != w.UID {
+	if c.mayReturn(w, s, now) != why || h != nil && h.by != w.UID || c.split(w, v) {
 		if why == idle {
 			delete(c.arriving, w.UID)
 		}
@@ -168,7 +170,7 @@ func (c *Checks) arrives(w *Workload, v *View, now time.Time) bool {
 		g.N = min(g.N, 1)
 		return g.N > 0 && c.books.Might([]placer.Group{g}, all)
 	}
-	if !slices.ContainsFunc(c.want(w, v, v.byFlavors(w)).groups, room) {
+	if !slices.ContainsFunc(c.want(w, v, c.byFlavors(w, v)).groups, room) {
 		delete(c.arriving, w.UID)
 		return false
 	}

@@ -182,8 +182,39 @@ func TestItsNodeHasJustCome(t *testing.T) {
 	}
 }
 
-// TestWhoRunsNowhereGoesByAge: room on-prem is for the oldest workload that does not run, whether it waits without quota
-// or in a cloud that has no node for it.
+// TestSetsOnBothSites: Kueue gives a workload quota on-prem for one set of pods, and in a cloud for another. Each check
+// judges its own: the cloud has no node yet, and the room on-prem is never given up.
+func TestSetsOnBothSites(t *testing.T) {
+	c := newCluster(t, map[string][]int{"a": {79, 79}})
+	c.view.Flavors["there"].Cloud = true
+	books := &dropping{cluster: c}
+	c.Checks = NewChecks("example.com", books)
+	w := c.job("both", "here", "room", [2]int{1, 50}, [2]int{1, 50})
+	w.Sets[1].Flavors = []string{"there"}
+	w.Checks = append(w.Checks, CheckState{Name: "full", State: Pending, LastTransitionTime: metav1.NewTime(start)})
+	for range 2 {
+		c.decide(time.Second)
+		c.want(w, Ready, "there is room: a × 1")
+		const says = "on-prem has no quota for all of its pods"
+		if s := w.Checks[2]; s.State != Ready || !strings.HasPrefix(s.Message, says) {
+			t.Fatalf("the cloud's check is %+v", s)
+		}
+	}
+	// Its pods get the same word twice, but for where those on-prem go.
+	here, there := w.Checks[0].PodSetUpdates, w.Checks[2].PodSetUpdates
+	const key = "example.com/gpu.hold"
+	if len(here) != 1 || here[0].Name != "set-0" || len(there) != 2 ||
+		here[0].Annotations[key] != there[0].Annotations[key] {
+		t.Errorf("pods are told %+v and %+v", here, there)
+	}
+	w.Admitted = true
+	if told := c.decide(time.Hour); told != nil || books.n > 0 {
+		t.Errorf("told: %q, and its room was given up %d times", told, books.n)
+	}
+}
+
+// TestWhoRunsNowhereGoesByAge: room on-prem is for the oldest workload that does not run, whether it waits without
+// quota or in a cloud that has no node for it.
 func TestWhoRunsNowhereGoesByAge(t *testing.T) {
 	for name, older := range map[string]string{"in the cloud": "far", "without quota": "waits"} {
 		t.Run(name, func(t *testing.T) {

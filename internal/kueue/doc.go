@@ -33,7 +33,9 @@
 //     it from then on; these workloads' checks are Retry, and the urgent one is Pending until they have
 //     gone. It is never kept from a flavor, so its queue must have quota of its own.
 //
-// A workload that asks for nothing of the agents' passes them all.
+// A workload that asks for nothing of the agents' passes them all. Kueue chooses a flavor for each set of pods, so a
+// workload may have sets on-prem and others in a cloud, where the quota on-prem is not enough for all. The first check
+// then judges those on-prem alone, the second one passes, and the workload stays as it is.
 //
 // # How a workload gets from one flavor to the next
 //
@@ -64,8 +66,9 @@
 //     stays if none of its pods has the annotation, or if a pod that came to the queue by itself has no controller:
 //     Kueue deletes such pods, and no other ones are made.
 //
-// Where Kueue has no quota for the room on-prem, the workload is back in the cloud 15 s later, and its check says why. It
-// is then left there for ten minutes, since the placer does not know quotas, and each such try ends its pods in vain.
+// Where Kueue has no quota for the room on-prem, the workload is back in the cloud 15 s later, and its check says why.
+// It is then left there for ten minutes, since the placer does not know quotas, and each such try ends its pods in
+// vain. What waits in a cloud without a node, and what waits without quota, gets room on-prem by its age.
 //
 // # What is held
 //
