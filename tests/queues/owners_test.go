@@ -53,6 +53,7 @@ func TestOwners(t *testing.T) {
 		{"a group of pods", c.group},
 		{"an elastic job in the cloud", c.growsFar},
 		{"room without quota", c.poor},
+		{"pods on both sites", c.both},
 		{"two cohorts, and pods without Kueue", c.cohorts},
 	} {
 		t.Run(story.name, func(t *testing.T) {
@@ -125,53 +126,54 @@ func (c *cluster) awaitNoNode(selector string, n int) {
 	})
 }
 
-// ray: a RayJob is on-prem or in the cloud with all of its workers.
+// ray: a RayJob is on-prem or in the cloud with all of its workers. Its head has begun before its workers have nodes,
+// so it comes back by the label that all its pods checkpoint.
 func (c *cluster) ray(*testing.T) {
-	group := func(units int) object {
-		return object{"rayStartParams": object{}, "template": object{"spec": podOf(units)}}
-	}
-	post := func(name string) {
-		workers := group(50)
-		workers["groupName"], workers["replicas"], workers["minReplicas"], workers["maxReplicas"] = "shares", 2, 2, 2
-		cluster := object{"rayVersion": "2.46.0", "headGroupSpec": group(0), "workerGroupSpecs": []object{workers}}
+	post := func(name string, labels object) (selector string) {
+		template := func(units int) object {
+			return object{"metadata": object{"labels": labels}, "spec": podOf(units)}
+		}
+		head := object{"rayStartParams": object{}, "template": template(0)}
+		workers := object{"rayStartParams": object{}, "template": template(50), "groupName": "shares",
+			"replicas": 2, "minReplicas": 2, "maxReplicas": 2}
+		submitter := template(0)
+		submitter["spec"].(object)["restartPolicy"] = "Never"
+		cluster := object{"rayVersion": "2.46.0", "headGroupSpec": head, "workerGroupSpecs": []object{workers}}
 		c.post(rayJobs, object{
 			"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": object{"name": name, "labels": queued},
-			"spec": object{
-				"suspend": true, "shutdownAfterJobFinishes": true, "entrypoint": "true", "rayClusterSpec": cluster}})
+			"spec": object{"suspend": true, "shutdownAfterJobFinishes": true, "entrypoint": "true",
+				"submitterPodTemplate": submitter, "rayClusterSpec": cluster}})
+		return "ray.io/cluster=" + c.clusterOf(name)
 	}
+	const shares = ",ray.io/group=shares"
 	end := c.occupy(3, 0)
-	post("far")
-	far := "ray.io/cluster=" + c.clusterOf("far")
-	c.awaitPods(far+",ray.io/group=shares", map[string]int{"cloud": 2})
+	far := post("far", nil)
+	c.awaitPods(far+shares, map[string]int{"cloud": 2})
+	moves := post("moves", object{"example.com/gpu.checkpoints": "true"})
+	c.awaitNoNode(moves+shares, 2)
 	end(0)
-	post("near")
-	near := "ray.io/cluster=" + c.clusterOf("near")
-	c.awaitPods(near+",ray.io/group=shares", map[string]int{"on-prem": 2})
+	c.Await(c.t, "it comes back", func() error {
+		if n := len(c.podsOf(moves + shares)); n > 0 {
+			return fmt.Errorf("%d workers of the cluster in the cloud are left; %s", n, c.allSay())
+		}
+		return nil
+	})
+	moves = "ray.io/cluster=" + c.clusterOf("moves")
+	c.awaitPods(moves+shares, map[string]int{"on-prem": 2})
 	// It has begun, so it stays.
 	end(1)
 	end(2)
-	c.awaitPods(far+",ray.io/group=shares", map[string]int{"cloud": 2})
+	c.awaitPods(far+shares, map[string]int{"cloud": 2})
 	c.drop(rayJobs+"/far", far)
-	c.drop(rayJobs+"/near", near)
+	c.drop(rayJobs+"/moves", moves)
 }
 
 // set: so is a JobSet, and one that waits for the cloud comes back as a whole.
 func (c *cluster) set(*testing.T) {
-	replicated := func(name string, n, units int) object {
-		spec := object{"parallelism": 1, "completions": 1, "template": object{"spec": podOf(units)}}
-		return object{"name": name, "replicas": n, "template": object{"spec": spec}}
-	}
-	post := func(name string, jobs ...object) (selector string) {
-		c.post(jobSets, object{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet",
-			"metadata": object{"name": name, "labels": queued},
-			"spec":     object{"suspend": true, "replicatedJobs": jobs}})
-		return "jobset.sigs.k8s.io/jobset-name=" + name
-	}
-	workers := ",jobset.sigs.k8s.io/replicatedjob-name=workers"
 	end := c.occupy(3, 0)
-	far := post("far", replicated("leader", 1, 0), replicated("workers", 2, 50))
+	far := c.jobSet("far", replicated("leader", 1, 0), replicated("workers", 2, 50))
 	c.awaitPods(far+workers, map[string]int{"cloud": 2})
-	waits := post("waits", replicated("workers", 2, 50))
+	waits := c.jobSet("waits", replicated("workers", 2, 50))
 	c.awaitNoNode(waits, 2)
 	end(0)
 	c.awaitPods(waits, map[string]int{"on-prem": 2})
@@ -180,6 +182,40 @@ func (c *cluster) set(*testing.T) {
 	c.drop(jobSets+"/waits", waits)
 	end(1)
 	end(2)
+}
+
+// workers selects those of a JobSet.
+const workers = ",jobset.sigs.k8s.io/replicatedjob-name=workers"
+
+// jobSet makes a JobSet of some replicated Jobs, and returns the selector of its pods.
+func (c *cluster) jobSet(name string, jobs ...object) (selector string) {
+	c.t.Helper()
+	c.post(jobSets, object{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet",
+		"metadata": object{"name": name, "labels": queued},
+		"spec":     object{"suspend": true, "replicatedJobs": jobs}})
+	return "jobset.sigs.k8s.io/jobset-name=" + name
+}
+
+// replicated is so many Jobs of one pod.
+func replicated(name string, n, units int) object {
+	spec := object{"parallelism": 1, "completions": 1, "template": object{"spec": podOf(units)}}
+	return object{"name": name, "replicas": n, "template": object{"spec": spec}}
+}
+
+// both: Kueue gives a JobSet quota on-prem for some of its pods, and in the cloud for the others. Those wait there for
+// a node while the others run.
+func (c *cluster) both(*testing.T) {
+	path := queueing + "/clusterqueues/" + team
+	end := c.occupy(0, 2)
+	before := c.quotas(path, "research", map[string]string{"on-prem": "60", "cloud": "320"})
+	both := c.jobSet("both", replicated("leader", 1, 50), replicated("workers", 1, 50))
+	c.awaitPods(both+",jobset.sigs.k8s.io/replicatedjob-name=leader", map[string]int{"on-prem": 1})
+	c.awaitNoNode(both+workers, 1)
+	end(0)
+	c.awaitPods(both+workers, map[string]int{"cloud": 1})
+	c.drop(jobSets+"/both", both)
+	c.patch(path, object{"spec": before})
+	end(1)
 }
 
 // deployment: each of its pods is on-prem or in the cloud by itself. One that waits for the cloud is made anew on-prem.
