@@ -190,11 +190,11 @@ func TestBadNodes(t *testing.T) {
 			"gpu would be offered through", false},
 		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", agentkube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},
 		"a gate off":                   {server(fmt.Errorf("%w (taints)", agentkube.ErrDropped)), "failed", status.APIServerUnfit, "(taints)", true},
-		"slices that somebody deletes": {func(_ *bench, o *outside) { o.dra.Wipe() }, "applied", status.SlicesChanged, "written again", false},
+		"slices that somebody deletes": {func(_ *bench, o *outside) { o.dra.Wipe() }, "applied", status.SlicesChanged, "writes them again", false},
 		"slices that somebody edits": {meddle(func(all []resourcev1.ResourceSlice) []resourcev1.ResourceSlice {
 			all[len(all)-1].Spec.Devices = nil
 			return all
-		}), "applied", status.SlicesChanged, "written again", false},
+		}), "applied", status.SlicesChanged, "writes them again", false},
 		"slices of two agents": {meddle(func(all []resourcev1.ResourceSlice) []resourcev1.ResourceSlice {
 			return append(all, resourcev1.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "00009-theirs"},
 				Spec: resourcev1.ResourceSliceSpec{Pool: resourcev1.ResourcePool{Name: "node-1/theirs", ResourceSliceCount: 1}}})

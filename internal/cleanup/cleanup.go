@@ -13,8 +13,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/deviceplugin"
 	frontend "example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
@@ -64,6 +66,9 @@ func (n *Node) Wait(ctx context.Context, said func(error)) error {
 	}
 }
 
+// named is how many holders the error of Run names.
+const named = 20
+
 // ErrHeld is the error of Run while pods hold devices of the agent.
 var ErrHeld = errors.New("these pods still hold devices")
 
@@ -76,7 +81,8 @@ func (n *Node) Run(ctx context.Context) error {
 		return fmt.Errorf("clean up: %w", err)
 	}
 	if len(holders) > 0 {
-		return fmt.Errorf("clean up: %w: %s; delete them first", ErrHeld, strings.Join(holders, ", "))
+		return fmt.Errorf("clean up: %w: %s; delete them first", ErrHeld,
+			brief.Cut(brief.List(holders, named), brief.Text))
 	}
 	// First, since it fails while an agent runs.
 	if err := state.Remove(n.StateDir); err != nil {
@@ -134,8 +140,9 @@ func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string
 		return nil, err
 	}
 	for _, c := range containers {
-		for _, resource := range c.Annotations {
-			out = append(out, fmt.Sprintf("%s/%s (%s)", c.Namespace, c.Pod, resource))
+		for name, record := range c.Annotations {
+			key, _ := strings.CutPrefix(name, cdi.AnnotationName(n.Domain, ""))
+			out = append(out, fmt.Sprintf("%s/%s (%s)", c.Namespace, c.Pod, device(names, key, record)))
 		}
 		if len(cdi.Keys(n.Domain, nil, c.CDI)) > len(c.Annotations) {
 			out = append(out, fmt.Sprintf("%s/%s (a ResourceClaim)", c.Namespace, c.Pod))
@@ -157,4 +164,18 @@ func (n *Node) holders(ctx context.Context, names *deviceplugin.Names) ([]string
 	}
 	slices.Sort(out)
 	return slices.Compact(out), nil
+}
+
+// device returns what a container has, by one of its annotations: the name of the resource, or of
+// the allocation if its record tells no resource of the agent's. key and record may be anything,
+// since other clients of the runtime can write annotations too.
+func device(names *deviceplugin.Names, key, record string) string {
+	r, err := ledger.ReadRecord(record)
+	switch {
+	case err == nil && names.Ours(r.Resource):
+		return r.Resource // a short name: all others are not the agent's
+	case cdi.ValidKey(key):
+		return "allocation " + key
+	}
+	return "an allocation"
 }

@@ -291,7 +291,8 @@ func (f *FrontEnd) freshLocked(resource, id string, now time.Time) bool {
 // Prepare waits until the container that holds these devices may be created. It may be called any
 // number of times, with the IDs in any order. If this process does not know the allocation, Prepare
 // adopts it: the kubelet keeps devices over a restart of the agent. The error wraps
-// ledger.ErrNotOpen if ctx ends first; the loop then goes on preparing.
+// ledger.ErrNotOpen if ctx ends first; the loop then goes on preparing. It also wraps it if the
+// allocation ends or gets its next holder first: see ledger.Ledger.Prepare.
 func (f *FrontEnd) Prepare(ctx context.Context, resource string, ids []string) error {
 	key := cdi.Key(resource, ids)
 	f.mu.Lock()

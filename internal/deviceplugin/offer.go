@@ -76,14 +76,14 @@ type NUMA struct {
 //
 // build makes the offer from the allocations. It runs without the mutex, since it may take a
 // millisecond. If the allocations change meanwhile, it runs again, so that a device that was just
-// given out is not published as free. If they change on each of several tries, the last result
-// counts, and the next offer has what it missed.
+// given out is not published as free. If they change on each of publishTries tries, the last
+// result counts, and the next offer has what it missed.
 func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 	for tries := 1; ; tries++ {
 		held, version := f.ledger.Look()
 		o := build(held)
 		f.mu.Lock()
-		if now, _, _ := f.ledger.State(); version == now || tries > publishTries {
+		if now, _, _ := f.ledger.State(); version == now || tries == publishTries {
 			defer f.mu.Unlock()
 			f.lists.publish(o)
 			return f.lists.offer
@@ -92,8 +92,8 @@ func (f *FrontEnd) Publish(build func([]ledger.Allocation) *Offer) *Offer {
 	}
 }
 
-// publishTries is how often Publish builds an offer anew because the allocations have changed.
-const publishTries = 3
+// publishTries is how often Publish builds an offer at most.
+const publishTries = 4
 
 // SetFaults sets the unhealthy GPUs, and the unhealthy MIG placements on other GPUs, each with the
 // reason. From now on their devices are Unhealthy in every offer. SetFaults does not wait for the

@@ -639,7 +639,7 @@ func TestPlacementTakenWhileAViewIsBuilt(t *testing.T) {
 	d.set(onDemand(cards, nil))
 	n := 0
 	d.Publish(func([]ledger.Allocation) *Offer {
-		if n++; n <= publishTries+1 {
+		if n++; n <= publishTries {
 			allocate(t, d, on(gpuA, fmt.Sprintf("1g.10gb@%d", n-1))...)
 		}
 		return onDemand(cards, nil)

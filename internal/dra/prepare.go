@@ -161,29 +161,31 @@ func (in *intake) find(ctx context.Context, wants []want) error {
 }
 
 // open waits until containers may be created with a claim's allocations, and returns their devices.
-// The error wraps errReallocated if some of them are the claim's own no longer.
+// The error wraps errReallocated if one of them has ended or was superseded meanwhile, or is not the
+// claim's own any longer.
 func (in *intake) open(ctx context.Context, shares []share) ([]dra.Device, error) {
 	slices.SortFunc(shares, func(a, b share) int {
 		return cmp.Or(cmp.Compare(a.Request, b.Request), cmp.Compare(a.N, b.N))
 	})
-	asked := ctx
-	ctx, cancel := in.whileMakeable(ctx, shares) // it reads shares from now on
+	makeable, cancel := in.whileMakeable(ctx, shares) // it reads shares from now on
 	defer cancel()
-	all, ctx := errgroup.WithContext(ctx)
+	all, together := errgroup.WithContext(makeable)
 	out := make([]dra.Device, len(shares))
 	for i := range shares {
 		s := &shares[i]
 		out[i] = dra.Device{Requests: []string{s.Request}, Pool: s.Pool, Name: s.Device, Share: s.Share,
 			CDI: []string{cdi.DeviceName(in.o.Domain, s.id())}}
-		all.Go(func() error { return in.o.Ledger.Prepare(ctx, s.id()) })
+		all.Go(func() error { return in.o.Ledger.Prepare(together, s.id()) })
 	}
 	err := all.Wait()
-	if err != nil && asked.Err() != nil {
+	switch {
+	case err == nil:
+	case ctx.Err() != nil:
 		return nil, err
+	case makeable.Err() == nil: // an allocation has gone: the sweeper may be faster than this
+		return nil, errReallocated
 	}
 	for i := range shares {
-		// An allocation that has ended meanwhile is not the claim's own either: the sweeper may be
-		// faster than this.
 		if _, ok := in.stillHas(&shares[i]); !ok {
 			return nil, errReallocated
 		}

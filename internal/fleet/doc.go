@@ -81,6 +81,6 @@
 //
 // A [Lender] keeps room for other clusters, and a [Holder] for workloads that have no pods
 // yet. The Fleet answers no question until both have told it which room they gave before the
-// process began ([Lend], [HoldFor]). They may give no more room while a pod may still be
+// process began ([Lend], [HoldFor]). They may not give new room while a pod may still be
 // bound on a node where an earlier process placed it ([Lender.Ready]).
 package fleet

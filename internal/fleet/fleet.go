@@ -36,7 +36,7 @@ type Fleet struct {
 	books *placer.Books
 	// asks are the pods that have no node, by UID.
 	asks map[string]*asking
-	// shown is closed and replaced when the caller tells of a new pod.
+	// shown is closed and replaced when the caller reports a new pod.
 	shown chan struct{}
 	nodes
 	beside  others

@@ -100,8 +100,7 @@ func plainAmount(name corev1.ResourceName, q resource.Quantity) int64 {
 }
 
 // enterPlain writes into the books what plain room a node has for pods with GPUs: what it has in all, less what the
-// other pods there ask for. Nobody asks for that of a node without a GPUNode, so the books do not get to know such
-// nodes.
+// other pods there ask for. It leaves out nodes without a GPUNode, since no question concerns them.
 func (ns *nodes) enterPlain(books *placer.Books, name string, others map[string]int64) {
 	if ns.says[name] == nil {
 		books.SetPlain(name, nil)

@@ -9,10 +9,11 @@ import (
 	"example.com/gpu-agent/internal/gpunode"
 )
 
-// Use is how many GPUs of a site are in use now, and the sum of the times for which each of them has been in use
-// since the process began. A GPU is in use while a pod holds any piece of it, since the whole GPU is paid for.
+// Use is the use of a site's GPUs. A GPU is in use while a pod holds any piece of it, since the whole GPU is paid for.
 type Use struct {
+	// GPUs is how many are in use now.
 	GPUs int
+	// Time is the sum, over all GPUs, of the time that each has been in use since the process began.
 	Time time.Duration
 }
 

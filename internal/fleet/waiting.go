@@ -62,8 +62,8 @@ type shape struct {
 	pod placer.Pod
 	// since is when each pod was refused last, by UID.
 	since map[string]time.Time
-	// nodes are those that had no room for one of the pods, and for which the scheduler has not
-	// been woken since.
+	// nodes are those that had no room for one of the pods. Once the scheduler is woken for a node,
+	// that node leaves the set.
 	nodes nodeSet
 }
 

@@ -19,7 +19,8 @@ import (
 
 // Books hold room, and know the nodes.
 type Books interface {
-	// Asks is what a pod asks for of the agents' resources, and of all others.
+	// Asks is what a pod asks for of the agents' resources, and of all others: cpu, memory and the like, as the
+	// scheduler counts them.
 	Asks(*corev1.PodSpec) ([]placer.Container, placer.Amounts)
 	// Nodes have the names, labels and taints of all nodes, in order; a cordoned one has the taint for that.
 	Nodes() []*corev1.Node
@@ -129,7 +130,7 @@ type held struct {
 	// opening is true while others make room, and began is when that began.
 	opening bool
 	began   time.Time
-	// grows is true while a slice of an elastic job has what the one before it had, and no answer yet.
+	// grows is true while a slice of an elastic job has the hold of the slice that it replaces, and no answer yet.
 	grows bool
 	// stranded is since when pods of it have had no node to go to, zero once there is room for all again.
 	stranded time.Time
@@ -158,7 +159,9 @@ func NewChecks(domain string, books Books) *Checks {
 }
 
 // HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
-// copies from the workload's check into the pods' template.
+// copies from the workload's check into the pods' template. A tenant can write the annotation too, but not
+// the namespace: a false key takes the room of workloads in the tenant's own namespace only, or keeps them in a
+// cloud.
 func HoldOf(domain string) func(*corev1.Pod) string {
 	return func(p *corev1.Pod) string {
 		if key := p.Annotations[domain+"/"+holdName]; key != "" && len(key) <= maxKey {
@@ -171,8 +174,9 @@ func HoldOf(domain string) func(*corev1.Pod) string {
 // id is that of a hold in a namespace.
 func id(namespace, key string) string { return "kueue/" + namespace + "/" + key }
 
-// key is that of a workload's hold. Once a check has told the pods a key, it is that one. Until then it is
-// what no other object gets and no edit changes: the workload's UID. The workloads of an elastic job replace
+// key is that of a workload's hold. Once a check has told the pods a key, it is that one, also after the workload
+// got an owner, as prebuilt ones do. Checks that an earlier build wrote may have an owner's UID there. Until then
+// it is what no other object gets and no edit changes: the workload's UID. The workloads of an elastic job replace
 // each other while its pods run on, so their key is the name that they share.
 func (c *Checks) key(w *Workload) string {
 	for _, s := range w.Checks {
@@ -209,8 +213,10 @@ func (c *Checks) Inactive(v *View) (out []*Check) {
 	return out
 }
 
-// Follow holds what workloads say that is held for them, and gives up the rest. It decides
-// nothing.
+// Follow holds the room that the checks of workloads name, and gives up the rest. It decides nothing.
+//
+// What pods were told cannot be changed while the check is Ready. So a process that begins has the seats where they
+// were first. It looks anew for those that are lost as soon as it decides; others may have that room by then.
 func (c *Checks) Follow(v *View, now time.Time) {
 	c.reaches.of(c.books.Nodes(), v.Flavors)
 	there, goes := map[string]bool{}, map[string]bool{}
@@ -409,8 +415,10 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 	return c.refuse(w, &want, no.Group, because(no, &want)+partly(w, no))
 }
 
-// running reports whether a workload is a slice of an elastic job whose pods, of the slice before, run. Were its
-// check Retry, they would all end.
+// running reports whether a workload is a slice of an elastic job whose pods, of the former slice, run. Were its
+// check Retry, they would all end. Kueue ends the former slice as soon as the new one has quota, so the new one takes
+// over the hold. Kueue 0.19 also lets the new pods go to the scheduler then (elastic_job_ungater.go). The scheduler
+// finds no room for them until the check is Ready.
 func (c *Checks) running(w *Workload) bool {
 	_, replaces := w.Annotations[replacesName]
 	return replaces && c.books.Running(c.id(w))
@@ -434,8 +442,8 @@ func (c *Checks) await(w *Workload, want *wanted, s *CheckState, v *View, now ti
 	return pending("it waits for other workloads to end: " + places(at))
 }
 
-// partly says how many pods of a set would fit that may have fewer. Kueue chooses their number by quota alone, before
-// it asks, and a check cannot tell it another (KEP-420).
+// partly returns a text about a set that may have fewer pods: how many of them would fit. It is empty for other sets.
+// Kueue chooses the number by quota alone, before it asks, and a check cannot tell it another (KEP-420).
 func partly(w *Workload, no *placer.Refusal) string {
 	if no.Group < 0 || no.Group >= len(w.Sets) {
 		return ""
@@ -469,7 +477,8 @@ func because(no *placer.Refusal, want *wanted) string {
 }
 
 // stranded reports whether a workload has waited for a while for the only node that its check lets some pods
-// go to: the node has lost their seats, and the scheduler calls one of them unschedulable.
+// go to: the node has lost their seats, and the scheduler calls one of them unschedulable. A job whose pods all run
+// is not stranded, even on a node that is cordoned.
 func (c *Checks) stranded(w *Workload, s *CheckState, now time.Time) bool {
 	h := c.held[c.id(w)]
 	if h == nil {
@@ -507,6 +516,7 @@ func (c *Checks) placed(w *Workload, want *wanted, at [][]string) *Answer {
 }
 
 // refuse keeps a workload from the flavors of one of its sets, all if group is -1, so that Kueue tries the next ones.
+// The annotation for that is Kueue's own: Kueue writes it for the variants of a workload, and obeys it for all.
 func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answer {
 	refused, _, mine := c.refused(w)
 	news := false
@@ -547,8 +557,8 @@ func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
 }
 
 // waiting has Kueue look again at a workload without quota once there is room for it in flavors that
-// it was kept from. That room is held for a while. A shape without room is looked at again once there is
-// news.
+// it was kept from. That room is held for a while. Door also sets the condition Requeued, since Kueue looks
+// at that and not at annotations. A shape without room is looked at again once there is news.
 func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 	refused, told, mine := c.refused(w)
 	h := c.held[c.id(w)]

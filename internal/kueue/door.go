@@ -21,11 +21,11 @@ type API interface {
 	// Read reads all objects of a resource as they are now, not as they were when some cache
 	// saw them.
 	Read(ctx context.Context, of schema.GroupVersionResource, see func(*unstructured.Unstructured)) error
-	// WriteStatus writes an object's status, if the object is still in its version. Changed
-	// says that it is not.
+	// WriteStatus writes an object's status, if the server still has the object in its version.
+	// Otherwise it writes nothing, and changed is true.
 	WriteStatus(ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured) (
 		now *unstructured.Unstructured, changed bool, err error)
-	// Annotate sets an object's annotations, and takes those away that are nil, likewise.
+	// Annotate sets an object's annotations, and removes those that are nil, under the same condition.
 	Annotate(
 		ctx context.Context, of schema.GroupVersionResource, o *unstructured.Unstructured,
 		annotations map[string]*string,

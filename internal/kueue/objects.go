@@ -107,8 +107,8 @@ type Workload struct {
 	// Evicted is true while Kueue takes the quota away. Its pods may not have ended yet, and its checks
 	// are Pending without being asked.
 	Evicted bool
-	// Bare is true while it has no job, as MultiKueue sends it: Kueue takes quota away by way of the job (0.19),
-	// so a bare one that is evicted keeps its quota for ever.
+	// Bare is true while it has no job: MultiKueue sends the workload first. Kueue's controller of the job takes the
+	// quota away (0.19). So a bare one that is evicted keeps its quota for ever, and its check is never asked again.
 	Bare bool
 	// OfPods is true if pods came to the queue by themselves: Kueue deletes them when it takes their quota away.
 	OfPods bool

@@ -107,7 +107,7 @@ func (s *Set) runs(annotation string) time.Duration {
 	return max(runs, 0)
 }
 
-// seconds is a number of seconds, at most a year: whoever writes one chooses it.
+// seconds returns n seconds, at least 0 and at most a year: tenants choose n.
 func seconds(n int64) time.Duration {
 	const year = 365 * 24 * 3600
 	return time.Duration(min(max(n, 0), year)) * time.Second

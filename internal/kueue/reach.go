@@ -241,9 +241,9 @@ func has(labels, want map[string]string) bool {
 	return true
 }
 
-// takes reports whether pods of a set tolerate a node's taints, with the tolerations that Kueue gives them
-// for the node's flavors. An admission plugin of the API server has pods tolerate the taints that are
-// named for what they ask for.
+// takes reports whether pods of a set tolerate a node's taints; a cordon is a taint, too. They have the
+// tolerations of their template, and those that Kueue gives them for the node's flavors. An admission plugin
+// of the API server has pods tolerate the taints that are named for what they ask for.
 func (v *View) takes(n *corev1.Node, s *Set) bool {
 	if len(n.Spec.Taints) == 0 {
 		return true

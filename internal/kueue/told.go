@@ -44,7 +44,8 @@ func places(at [][]string) string {
 	return said(strings.ReplaceAll(strings.ReplaceAll(count(slices.Concat(at...)), ",", ", "), ":", " × "))
 }
 
-// updates are what pods are told of their room.
+// updates are what pods are told of their room: their hold, its nodes and, if all of a set have their room on one
+// node, a node selector. A set of an elastic job gets no selector.
 func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
 	for i, of := range at {
 		if len(of) == 0 {

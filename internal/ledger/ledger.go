@@ -49,10 +49,12 @@ type Ledger struct {
 // allocation is the ledger's entry for an Allocation.
 type allocation struct {
 	Allocation
-	// open is closed when Phase becomes Open, and replaced when the allocation leaves that phase.
+	// open is closed when each waiting Prepare must look again: Phase becomes Open, the allocation
+	// is superseded, or this entry leaves the ledger. It is replaced when the allocation leaves the
+	// phase Open, and when it is superseded.
 	open chan struct{}
-	// gone is closed when the CDI file of a Superseded allocation is gone. Supersede makes a new
-	// one.
+	// gone is closed when the CDI file of a Superseded allocation is gone. It is also closed when the
+	// allocation is reinstated, or when this entry leaves the ledger. Supersede makes a new one.
 	gone chan struct{}
 	// forPod is After in words for the allocation's own pod.
 	forPod string
@@ -138,14 +140,13 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	}
 	l.Ends.add(a.Allocation, now)
 	l.moveLocked(a, Reserved)
+	l.removeLocked(a)
 	l.epoch++
-	l.version++
-	a.Allocation = Allocation{
+	next := l.addLocked(Allocation{
 		ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
-		Phase: Reserved, Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
-	}
-	a.forPod = ""
-	return a.Allocation, nil
+		Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
+	})
+	return next.Allocation, nil
 }
 
 // freeLocked returns an error that wraps ErrHeld if another allocation is in the way of a request.
@@ -206,6 +207,22 @@ func (l *Ledger) addLocked(a Allocation) *allocation {
 	return l.allocations[a.ID]
 }
 
+// removeLocked removes an entry from the ledger. Whatever waits for it looks again.
+func (l *Ledger) removeLocked(a *allocation) {
+	delete(l.allocations, a.ID)
+	signal(a.open)
+	signal(a.gone)
+}
+
+// signal closes a channel, unless it is closed already. The caller holds the ledger's mutex.
+func signal(ch chan struct{}) {
+	select {
+	case <-ch:
+	default:
+		close(ch)
+	}
+}
+
 // moveLocked brings an allocation into another phase.
 func (l *Ledger) moveLocked(a *allocation, to Phase) {
 	if a.Phase == to {
@@ -248,8 +265,9 @@ func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 // for operators, forPod for the pod that the name is for now; neither is empty.
 //
 // Supersede returns nil and does nothing if the allocation has another epoch by now. Otherwise it
-// returns a channel that is closed when the allocation's CDI file is gone: see Gone. The first call
-// begins a new epoch. A further call only changes the words.
+// returns a channel that is closed when the allocation's CDI file is gone (see Gone), and also when
+// the allocation is reinstated or released. The first call begins a new epoch, and each Prepare that
+// waits for the allocation fails. A further call only changes the words.
 func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -260,6 +278,8 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone
 	if !a.Superseded {
 		l.epoch++
 		a.Superseded, a.gone, a.Epoch = true, make(chan struct{}), l.epoch
+		signal(a.open)
+		a.open = make(chan struct{})
 	}
 	if a.Phase == Open {
 		l.moveLocked(a, Taken)
@@ -277,6 +297,7 @@ func (l *Ledger) Reinstate(id string, epoch uint64) {
 	if a := l.allocations[id]; a != nil && a.Epoch == epoch && a.Superseded {
 		l.epoch++
 		a.Superseded, a.After, a.forPod, a.Epoch = false, "", "", l.epoch
+		signal(a.gone)
 		l.moveLocked(a, Taken)
 	}
 }
@@ -285,45 +306,56 @@ func (l *Ledger) Reinstate(id string, epoch uint64) {
 // returned.
 func (l *Ledger) Gone(id string) {
 	l.edit(id, func(a *allocation) {
-		select {
-		case <-a.gone:
-		default:
-			if a.Superseded {
-				close(a.gone)
-			}
+		if a.Superseded {
+			signal(a.gone)
 		}
 	})
 }
 
 // Prepare returns nil when the container of an allocation may be created. It may be called any
-// number of times. The error wraps ErrNotOpen if ctx ends first, or if there is no such allocation.
-// The loop goes on with the work when ctx has ended.
+// number of times. The error wraps ErrNotOpen in three cases: ctx ends first, there is no such
+// allocation, or the allocation is superseded, released or renewed before it opens. In the third case
+// the caller may try again: it then waits for the allocation that has the ID by then. The loop goes
+// on with the work when ctx has ended.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
+	a := l.entry(id)
+	if a == nil {
+		return fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
+	}
 	for {
-		open, err := l.admit(id, true)
+		open, err := l.admit(a, true)
 		if open == nil {
 			return err
 		}
 		l.wake()
 		select {
 		case <-open:
-			continue // another container may have got through first: see Twice
+			continue // another container may have got through first (see Twice), or it waits in vain
 		case <-ctx.Done():
-			_, err := l.admit(id, false)
+			_, err := l.admit(a, false)
 			return err
 		}
 	}
 }
 
-// admit returns nil, nil if the container may be created. Otherwise it returns the reason, and a
-// channel that is closed when the allocation opens; the channel is nil if the allocation does not
-// exist. asks is true if the container is to start, and false if the caller has stopped waiting.
-func (l *Ledger) admit(id string, asks bool) (open <-chan struct{}, _ error) {
+// entry returns the ledger's entry for an allocation; nil if there is none. Release and Renew remove
+// the entry, so a caller that keeps it can tell the allocation from a later one with the same ID.
+func (l *Ledger) entry(id string) *allocation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	a := l.allocations[id] // read anew: it may have ended, and been taken again
-	if a == nil {
-		return nil, fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
+	return l.allocations[id]
+}
+
+// admit returns nil, nil if the container may be created. Otherwise it returns the reason, and a
+// channel that is closed when it is worth another look; the channel is nil if the allocation never
+// opens for this caller. asks is true if the container is to start, and false if the caller has
+// stopped waiting.
+func (l *Ledger) admit(a *allocation, asks bool) (open <-chan struct{}, _ error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.allocations[a.ID] != a {
+		return nil, fmt.Errorf("%w: allocation %s has ended meanwhile, or was given to its next holder",
+			ErrNotOpen, a.ID)
 	}
 	if a.Phase == Open {
 		a.Entered = l.now()
@@ -334,6 +366,9 @@ func (l *Ledger) admit(id string, asks bool) (open <-chan struct{}, _ error) {
 			l.moveLocked(a, Reserved)
 		}
 		return nil, nil
+	}
+	if a.Superseded {
+		return nil, a.notOpen()
 	}
 	if asks {
 		if a.Asked.IsZero() {
@@ -458,7 +493,7 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	}
 	l.Ends.add(a.Allocation, l.now())
 	l.moveLocked(a, Released)
-	delete(l.allocations, id)
+	l.removeLocked(a)
 	l.version++
 	l.released++
 	close(l.ended)

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"example.com/gpu-agent/internal/piece"
@@ -218,6 +219,110 @@ func TestPrepareTells(t *testing.T) {
 		if err := l.Prepare(ended, "a"); !errors.Is(err, ErrNotOpen) || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%v, want one that says %q", err, c.want)
 		}
+	}
+}
+
+// A Prepare waits for one holder. If the allocation ends or gets the next holder first, the Prepare
+// fails at once. It does not return nil when the allocation opens for the next holder.
+func TestPrepareEndsWithItsAllocation(t *testing.T) {
+	request := Request{ID: "a", Owner: DRA, Grants: unitsOf("GPU-a", 0)}
+	open := func(t *testing.T, l *Ledger, a Allocation, err error) {
+		t.Helper()
+		if l.Looked("a", a.Epoch, "", ""); err != nil || !l.SetOpen("a", a.Epoch) {
+			t.Errorf("the next holder's allocation does not open: %+v, %v", a, err)
+		}
+	}
+	for name, ends := range map[string]func(*testing.T, *Ledger, Allocation){
+		"released": func(_ *testing.T, l *Ledger, _ Allocation) { l.Release(DRA, "a") },
+		"released, taken again, and open": func(t *testing.T, l *Ledger, _ Allocation) {
+			l.Release(DRA, "a")
+			a, err := l.Take(request)
+			open(t, l, a, err)
+		},
+		"renewed": func(t *testing.T, l *Ledger, _ Allocation) {
+			if _, err := l.Renew(request); err != nil {
+				t.Error(err)
+			}
+		},
+		"renewed, and open": func(t *testing.T, l *Ledger, _ Allocation) {
+			a, err := l.Renew(request)
+			open(t, l, a, err)
+		},
+		"superseded": func(_ *testing.T, l *Ledger, a Allocation) { l.Supersede("a", a.Epoch, "ns/p", "ns/p") },
+		"superseded, and reinstated": func(_ *testing.T, l *Ledger, a Allocation) {
+			l.Supersede("a", a.Epoch, "ns/p", "ns/p")
+			synctest.Wait()
+			now, _ := l.Get("a")
+			l.Reinstate("a", now.Epoch)
+		},
+	} {
+		for _, phase := range []Phase{Reserved, Waiting, Making} {
+			t.Run(fmt.Sprintf("%s/%s", name, phase), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					l := newLedger()
+					a, err := l.Take(request)
+					if err != nil {
+						t.Fatal(err)
+					}
+					got := make(chan error, 1)
+					ctx, cancel := context.WithCancel(t.Context())
+					defer cancel()
+					go func() { got <- l.Prepare(ctx, "a") }()
+					synctest.Wait()
+					switch phase {
+					case Waiting:
+						l.Looked("a", a.Epoch, "ns/p", "ns/p")
+					case Making:
+						l.Looked("a", a.Epoch, "", "")
+					}
+					if now, _ := l.Get("a"); now.Phase != phase {
+						t.Fatalf("%s, want %s", now.Phase, phase)
+					}
+					ends(t, l, a)
+					synctest.Wait()
+					select {
+					case err := <-got:
+						if !errors.Is(err, ErrNotOpen) {
+							t.Errorf("%v, want an error: its holder has the allocation no longer", err)
+						}
+					default:
+						t.Error("it still waits")
+					}
+				})
+			})
+		}
+	}
+}
+
+// The wait for the removal of a superseded allocation's CDI file ends with the allocation, and when
+// the allocation is reinstated.
+func TestGoneWithTheAllocation(t *testing.T) {
+	for name, ends := range map[string]func(*Ledger){
+		"released": func(l *Ledger) { l.Release(DRA, "a") },
+		"reinstated": func(l *Ledger) {
+			a, _ := l.Get("a")
+			l.Reinstate("a", a.Epoch)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLedger()
+			a, err := l.Take(Request{ID: "a", Owner: DRA, Grants: unitsOf("GPU-a", 0)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			gone := l.Supersede("a", a.Epoch, "ns/p", "ns/p")
+			select {
+			case <-gone:
+				t.Fatal("its file is gone, and nothing has removed it")
+			default:
+			}
+			ends(l)
+			select {
+			case <-gone:
+			default:
+				t.Error("it is still waited for")
+			}
+		})
 	}
 }
 

@@ -346,7 +346,7 @@ func (g *Grants) grant(s *Slice, m *grant, ask, give map[string]int, plain corev
 	return w
 }
 
-// message is the text for people of the other cluster. It names the blocks in which the books found memory at that
+// message is the text for people of the other cluster. It names the blocks of memory that the books found at that
 // time. It leaves them out while pods have some of it, or more is kept than is granted: the parts that are kept free
 // are not those blocks then.
 func message(ask, give map[string]int, parts []placer.Part, reason string) string {
@@ -468,7 +468,7 @@ func (g *Grants) plain(s *Slice, all []*Slice) (out corev1.ResourceList, over st
 	return out, over
 }
 
-// lacks returns a text about the resources of which there are too few.
+// lacks returns a text about each resource in short: how much the other cluster asked for, and how much there is.
 func lacks(ask, short map[string]int) string {
 	var words []string
 	for _, name := range slices.Sorted(maps.Keys(short)) {

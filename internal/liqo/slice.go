@@ -121,8 +121,8 @@ func ReadTenant(o *unstructured.Unstructured) (*Tenant, error) {
 	return t, r.err
 }
 
-// Quota returns the ID under which the books keep what the slice is granted. It follows from the slice's user, with
-// which Liqo labels the user's pods.
+// Quota returns the ID under which the books keep what the slice is granted. It follows from the name of the slice's
+// user. Liqo labels the user's pods with it.
 func (s *Slice) Quota() string {
 	sum := sha256.Sum256([]byte(s.Consumer))
 	return quota(fmt.Sprintf("%s-%x", s.Name, sum[:6]))

@@ -17,10 +17,10 @@ import (
 )
 
 const (
-	// ReservedFor is how long a pod has its reservation while nothing is heard of it: kube-scheduler
-	// binds one within ten minutes, where a volume has to be made first, or gives up.
+	// ReservedFor is how long a reservation lasts if the books hear nothing of the pod. kube-scheduler
+	// may take that long to bind a pod, for example while a volume is made, and then gives up.
 	ReservedFor = 10 * time.Minute
-	// DoubtedFor is how long it has it after [Books.Doubt].
+	// DoubtedFor is how long a reservation still lasts, at most, after [Books.Doubt].
 	DoubtedFor = 30 * time.Second
 )
 
@@ -46,8 +46,8 @@ type Pod struct {
 
 // Container is what a container asks for.
 type Container struct {
-	// Init is true for one that ends before the next one starts. Sidecar is true for an init
-	// container that goes on, for which Init is false.
+	// Init is true for an init container that ends before the next one starts. Sidecar is true for an
+	// init container that goes on; its Init is false.
 	Init, Sidecar bool
 	// Requests are numbers of devices by full resource name, of the agent's resources alone.
 	Requests map[string]int

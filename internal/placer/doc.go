@@ -1,185 +1,105 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package placer keeps the books of a fleet's GPUs, and answers whether a pod fits and on
-// which node. It is for schedulers that add up a node's devices. Such a scheduler cannot see
-// whether one GPU has enough of them, and learns of an allocation too late.
+// Package placer decides which node of a cluster has room for a pod that asks for GPUs. It also
+// holds room for pods that do not exist yet. It works on plain values: it makes no API request and
+// reads no clock, and its types are not safe for concurrent use.
 //
-// On each node an agent (gpu-agent) chooses the devices of pods, and writes the node's GPUNode:
-// which GPUs there are, and what is taken of them. The caller tells [Books] what the API has:
-// each GPUNode, and each pod that asks for GPUs, with its node and the devices in its status.
-// [Books.Place] picks a node for a pod and reserves room there. [Books.Fits] answers whether a
-// node had room if some pods were gone.
+// A scheduler by itself adds up the free devices of a node. It does not see whether one GPU has
+// enough of them, and learns too late which ones a pod got. A device is a unit of a GPU's memory, a
+// replica (one of several equal shares of a GPU whose pods take turns), a whole GPU, or a MIG
+// device (a part that NVIDIA's Multi-Instance GPU splits off).
+//
+// # Who does what
+//
+//  1. On each node an agent (gpu-agent) offers devices to the kubelet. It writes the node's GPUNode,
+//     an API object with the GPUs and with what is taken of them.
+//  2. The caller tells [Books], the record of the cluster, each GPUNode and each pod that asks for
+//     devices.
+//  3. A scheduler asks the caller for a node. [Books.Place] picks one and reserves room there.
+//  4. The scheduler binds the pod to that node. For each container the kubelet asks the agent, and
+//     the agent chooses the devices.
+//  5. The pod has reported once its status names its devices. If the node's kubelet does not write
+//     them there, the GPUNode names them, with the pod as their holder.
+//
+// If no node has room, the error is a [*Refusal] with each node's reason:
 //
 //	books := placer.New()
-//	books.SetNode("node-1", status, true)
+//	books.SetNode("node-1", status, true) // the GPUNode's status; the Node is ready
 //	books.SetPod(placer.Pod{UID: "a", Node: "node-1", Containers: …})
 //	node, err := books.Place(ctx, pod, []string{"node-1", "node-2"}, now)
+//	err = books.Fits(pod, "node-1", []string{"a"}, now) // is there room once pod a is gone?
 //
 // # What is promised
 //
-// A pod that goes where Place put it gets its devices from the node's agent: the books never
-// give one room to two pods. They promise this for any order in which news of pods and nodes
-// comes. They rely on three facts: no pod gets to a node without them, each GPUNode is true,
-// and no GPU breaks or is laid out anew. Otherwise the agent may refuse a pod. For two kinds
-// of pods it may also refuse one if another ends in the same second (see The bound).
+// A pod that goes where Place put it gets its devices: the books never give one room to two pods,
+// for any order of the news about pods and nodes. This takes four facts: each pod gets its node
+// from the books, it is bound while its reservation lasts, each GPUNode is true, and no GPU breaks
+// or is partitioned anew. Otherwise the agent may refuse the pod. There are two exceptions, and
+// only if another pod ends in the same second: pods with init containers that ask for GPUs, and
+// with parts of one MIG instance.
 //
-// A reservation keeps its room. Room that is held for pods to come may be lost, for example
-// when a GPU breaks. The books then report it.
+// # Whether a node has room
 //
-// # What is taken
+// A device is taken if the GPUNode or a pod's status names it: either may come first. A node has
+// nothing free while its agent or its Node is not ready. A GPU counts while the agent offers it
+// through the device plugin and its condition Available is true.
 //
-// A device is taken if the GPUNode counts it as held, or if a pod's status names it. Either
-// may come first, so the books take the union.
+// A pod that is placed or bound and has not reported is called pending here: the books do not know
+// which devices it gets. So Place tests a node in two ways:
 //
-// Nothing is placed on a node while its agent or its Node is not ready. A GPU counts only
-// while the agent offers it through the device plugin and its condition Available is true.
-// What goes through DRA, the scheduler places by itself.
+//   - The bound is arithmetic. It holds if the new pod and all pending ones that compete with it
+//     get their devices in any order and for any choice of the agent. Then the node has room. Pods
+//     compete if they ask for the same resource, or both for MIG devices.
+//   - Otherwise, if no pending pod competes, the agent's own packing (pkg/timeslice, pkg/mig)
+//     chooses devices for each container in turn. The books refuse what the agent would refuse.
 //
-// # Pods that have not reported
+// If the bound does not hold beside pending pods, Place refuses the node until they have reported.
+// A pod that is bound reports within a second or two. Of the nodes with room it takes the one where the pod spoils the
+// least room for others, and among equals the fullest.
 //
-// A pod has reported once its status names as many devices as it asks for. On nodes whose
-// kubelet does not write them there, the GPUNode names them with the pod as their holder.
+// A placed pod has a reservation until SetPod shows it bound; then it is a pending pod of that node,
+// with the same room. If the scheduler gives it up, the caller calls [Books.Unreserve], or
+// [Books.Doubt] where it cannot be sure. The next call with a later now ends a reservation that is
+// older than [ReservedFor], or than [DoubtedFor] since the doubt. A pod that a preemption has
+// nominated to a node is pending there, too, without a time limit.
 //
-// Until then the books know the pod's node, and not its devices. The agent chooses these when
-// the kubelet asks for them. The kubelet takes pods in any order, and a pod that has ended
-// may have left room that the API does not show yet. So the books place a pod beside such
-// pods only if all of them are safe: each gets its room for any choice of the agent, in any
-// order. If not, the node takes no pod that competes with them until they have reported,
-// which takes a second or two. Two pods compete if they ask for the same resource, or both
-// for MIG devices.
-//
-// # The bound
-//
-// A bound decides whether a request is safe. It is the least that other requests must take
-// in all to leave no room for it. The request is safe if all others together ask for less.
-//
-//   - Memory units: to keep r units from a GPU with f free ones takes f-r+1 of them, and each
-//     GPU where r would fit must be spoilt so. An empty GPU counts for more: the agent turns
-//     to it only with a request that fits on none of the fuller ones.
-//   - Replicas: a request for n of them needs n GPUs. To keep one from a GPU takes all its
-//     free replicas, and each other request takes one replica of a GPU at most.
-//   - Whole GPUs: to keep n of f free ones from a request takes f-n+1.
-//   - MIG devices on demand: others must take all placements that the profile could have at a
-//     time, or use up what else the card allows, such as its media engines. Each of the others
-//     counts for as many of them as one of its profile can take.
-//
-// Once all pods of a node have reported, the books do not need the bound. They ask the
-// agent's own packing (pkg/timeslice, pkg/mig) for each container in turn, as the kubelet
-// would. So they refuse what the agent would refuse.
-//
-// The bound cannot judge a pod with init containers that ask for GPUs, or one with split
-// compute instances. Such a pod is placed by the packing alone, and others that compete with
-// it wait until it has reported. If another pod ends in the same second, the agent may choose
-// otherwise for the pod's first request than the packing, and refuse its second.
-//
-// Without the bound, a node would take the next pod only when the last one has reported. Then
-// the last of 22 pods on three nodes would run at least a third later (internal/fleet,
-// TestCrowds).
-//
-// # Reservations
-//
-// A reservation ends when the pod is bound, gone, or asked for again, when the caller ends it
-// ([Books.Unreserve]), and after [ReservedFor]. A scheduler may take as long to bind a pod.
-// If the scheduler may have given the pod up, [Books.Doubt] shortens that to [DoubtedFor].
-//
-// A pod that the API says is nominated to a node has its room there. So books that are made
-// anew from the API know all pods, but for those that were placed in the last moments and are
-// not bound yet.
+// The books are in memory. After a restart the caller tells them all nodes and pods again, and makes
+// its holds again, before it answers. Only reservations of pods that are not bound yet are lost then.
 //
 // # Holds
 //
-// A hold is room that is set aside before pods use it. It consists of seats. A seat is on one
-// node and has room for what one pod asks for. A hold lasts until [Books.Drop]. The caller
-// asks for one in one of two ways:
+// A hold is room that is set aside before pods use it. It has seats: a seat is on one node, and has
+// room for what one pod asks for. The caller makes a hold under an ID, in one of three ways:
 //
-//	[Books.Hold]   a seat for each pod of some groups: for all pods or for none
-//	[Books.Keep]   an amount of each resource, for pods that take pieces of any size: as few
-//	               seats as there is room for, each for a part of it in one place
+//	[Books.Hold]   a seat for each pod of some groups: for all of them or for none
+//	[Books.Open]   the same, also where members of other holds have the room. It returns whom the
+//	               caller has to end. The seats have no room until these pods have gone.
+//	[Books.Keep]   an amount of each resource, for pods of any size: as few seats as have room
 //
-// A pod with the ID of a hold ([Pod].Hold) is a member of it, and uses its room:
+// A pod with that ID (Pod.Hold) is a member. In a hold for groups it uses a seat for the same
+// requests. The seat is open before and after that. In a hold for amounts, the seats on its node
+// shrink by what it asks for. Once it has gone, the books look for room for that much again. A
+// member for which there is no open seat is placed like any other pod. A hold lasts until
+// [Books.Drop].
 //
-//   - In a hold for groups it takes a seat for the same requests. A seat that no pod uses is
-//     open. When the pod has gone, its seat is open again for the next member.
-//   - In a hold for amounts it has a part of the amount. The seats on its node shrink by what
-//     it asks for. When the pod has gone, the books look for room for that part again.
+// The agent will choose the devices, so an open seat has none. The books try what would be left:
+// the packing gives devices to pending pods first, then to seats of groups, oldest first, and then
+// to amounts, whose room may as well be on another node. A seat that finds nothing in this
+// order has lost its room, for example when a GPU breaks ([Books.Lost], [Books.Kept]).
 //
-// # Seats have no devices
+//   - No pod and no new seat takes the room of a seat, which the bound counts like a pending pod.
+//     There is one exception: a member of a hold for amounts may take that of any amounts, and the
+//     books look for these elsewhere ([Books.Keep]).
+//   - A seat that has lost its room gets what becomes free on its node, before other pods that
+//     compete with it.
+//   - The books look for another place for a lost amount by themselves, and for a lost seat of a
+//     group when the caller calls Hold again.
 //
-// The books do not choose devices for an open seat, since the agent will choose them. They
-// work out what would be left on the node: first the agent's packing gives devices to the
-// pods that have not reported, then to the seats of groups, oldest first, and then to those
-// of amounts. Amounts come last since their room may as well be on another node.
+// Seats of groups also have the cpu, memory and the like that pods ask for ([Books.SetPlain]).
 //
-// A seat that finds no room in this order has lost it ([Books.Lost]). A seat that has its
-// room keeps it: no pod is placed, and no seat is opened, if the seat would then lose its
-// room. There is one exception, for amounts (see Room that is lost). A seat that has lost its
-// room gets what becomes free on its node, before pods that compete with it. Pods whose own
-// seats have their room do not wait for that.
+// # Limits
 //
-// The pods of a group come at the same moment. So a new seat of a group must be safe beside
-// the pods that have not reported and all seats of groups. There is one exception: a node
-// with no such pods, and no seats of other holds for groups, gets as many seats as the packing
-// has room for. Their pods are then placed one after the other. Otherwise four pods that just
-// fill two GPUs could never be held.
-//
-// Amounts have no part in the bound: beside a large amount hardly any request would be safe.
-//
-// # Room that is lost
-//
-// For the lost room of an amount the books look again by themselves, after each piece of
-// news and before they place a pod. For that of a group they look when the caller calls Hold
-// again, since the caller has written down on which nodes the pods are to go. An open seat is
-// also lost when its node takes no new pods ([Group].Closed).
-//
-// A member of a hold for amounts goes before pods that may still come. If there is not room
-// for the rest of its own amount beside it, that rest loses its room. If need be, other
-// amounts on the node lose theirs, too. Seats of groups do not.
-//
-// # Long searches
-//
-// A search for the seats of hundreds of pods looks at each node once, and again only at nodes
-// that have got a seat. Between its steps the caller may answer others ([Books.Pause]).
-//
-// # Room that others have
-//
-// [Books.Open] makes a hold for groups, also where other holds still have the room. The
-// caller names the holds that may end ([Guest]). Open returns those that are to end: of the
-// lowest ranks, and as few as it finds. Its own seats are where these are. A seat counts as
-// lost until they have gone, and gets the room then, before any pod.
-//
-//	a node with two GPUs of 79 units; the holds "a" and "b" have 40 and 39 of one GPU,
-//	"c" has 79 of the other
-//	Open for 60 units    "a" and "b" could end, or "c" alone: "c" ends, since that is fewer
-//	Open again           "c" has not gone, or the GPUNode still counts its units: none ends
-//	Hold                 the GPUNode shows them as free: the seat has its room
-//
-// Open ends no hold on a node where a pod has not reported, since that might be in vain.
-//
-// # Plain resources
-//
-// A seat of a group also has room for what its pod asks for beside GPUs: cpu, memory, storage and the
-// like ([Amounts]). The caller tells how much of that a node has for pods with GPUs
-// ([Books.SetPlain]). A seat loses its room if that shrinks below what the pods and the older seats
-// there ask for. Pods that are to be placed get a node by its GPUs alone, since their scheduler counts
-// the rest. But no pod takes the plain room of an open seat.
-//
-// # Packing
-//
-// Of the nodes with room for a pod, the best is the one where the pod spoils least. For
-// memory units, that is the GPU with the fewest units left over. For MIG devices, it is the
-// placement after which the most others remain. Among equals it is the node with the least
-// room.
-//
-// # Numbers from outside
-//
-// Nodes write tables and totals, tenants write requests. The caller checks what a node
-// writes, and has the books pass over a node that is not valid ([Books.PassOver]). The books
-// refuse a request for more than a node has in all before they count anything. If a pod is
-// bound with such a request, they leave it out.
-//
-// Each trial of a pod on a node has a number of steps that no real node uses up. A trial that
-// does finds no room. So the cost of a question is bounded for each node. A question also
-// ends with its context.
-//
-// The package is pure: it knows no API and no clock. Books are not safe for concurrent use.
+// Nodes and tenants write numbers. The caller checks a GPUNode and has the books pass over one that
+// is not valid ([Books.PassOver]). The books bound the steps for each pod and node, and the seats
+// of a hold ([MaxSeats]). What goes through DRA (dynamic resource allocation), the scheduler places.
 package placer

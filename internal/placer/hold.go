@@ -55,8 +55,8 @@ type seat struct {
 	open bool
 	// group is the index of the seat's group, 0 for an amount.
 	group int
-	// age is the seat's number in the order in which seats were made. If there is not room for all, the oldest
-	// keep theirs.
+	// age is the seat's number; a seat that is made later has a higher one. If there is not room for all, the
+	// oldest keep theirs.
 	age  int
 	node string
 	by   string // the UID of the member that uses it, empty if none does
@@ -86,8 +86,9 @@ type holds struct {
 // gone. name is for people: the reason of a pod that is refused beside the hold names it.
 //
 // If there is a hold with that ID, Hold changes it: seats that have their room stay where they are, and the books look
-// for the others. If these find no room, the hold stays as it was. Only pods on nodes of the groups use its seats. A
-// job that comes back from elsewhere may still have pods on other nodes, which have not ended yet.
+// for the others. They do so only when the caller calls Hold, since it has written down on which nodes the pods are to
+// go. If the others find no room, the hold stays as it was. Only pods on nodes of the groups use its seats. A job that
+// comes back from elsewhere may still have pods on other nodes, which have not ended yet.
 func (hs *holds) Hold(id, name string, groups []Group, now time.Time) (at [][]string, err error) {
 	hs.b.expire(now)
 	hs.balance()
@@ -286,8 +287,8 @@ func (hs *holds) offer(e *entry) {
 	}
 }
 
-// older compares seats by the order in which they get their room: those of groups come before those of amounts, which
-// may as well be on another node, and then the oldest first.
+// older compares seats by their turn to get room: those of groups come before those of amounts, which may as well be
+// on another node, and then the oldest first.
 func older(x, y *seat) int {
 	switch {
 	case x.owner.amounts == y.owner.amounts:

@@ -35,9 +35,15 @@ const (
 )
 
 // Open holds room as Hold does, also where guests still have it, and returns the guests that are to
-// end. The caller ends them, and calls Hold or Open again until they have gone. Meanwhile their room
-// is for this hold. Guests of one rank go in their order here; pods that are being deleted need not
-// be among them.
+// end. The caller ends them, and calls Hold or Open again until they have gone. Until then the seats
+// in their room are lost; they get the room once it is free, before any pod. Guests of one rank go in
+// their order here; pods that are being deleted need not be among them.
+//
+//	a node with two GPUs of 79 units; the holds "a" and "b" have 40 and 39 of one GPU,
+//	"c" has 79 of the other
+//	Open for 60 units    "a" and "b" could end, or "c" alone: "c" ends, since that is fewer
+//	Open again           "c" has not gone, or the GPUNode still counts its units: none ends
+//	Hold                 the GPUNode shows them as free: the seat has its room
 //
 // Open ends guests of the lowest ranks, and as few of them as it can find: on each GPU the fewest for a
 // pod that fits on one GPU. It chooses for one pod after the other. It ends no guest on a node where a
@@ -93,7 +99,7 @@ func (o *opening) findAny(missing []*seat) (found int, no *Refusal) {
 // opening is a search for room that guests still have.
 type opening struct {
 	*search
-	// stay tells whether a hold's pods and seats stay. If it is nil, those of all but guests do.
+	// stay reports whether a hold's pods and seats stay. If it is nil, those of all but guests do.
 	stay   func(hold string) bool
 	guests []Guest
 	// going has the IDs of the guests, true for those that go in any case or by this search.

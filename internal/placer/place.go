@@ -279,8 +279,12 @@ func covered(p *ask, parts []*seat) bool {
 	return true
 }
 
-// judgeSeat gives the room's verdict on one seat more there, beside those that there are: on one of groups
-// where its pod may come at the same moment as all others, or has no others but those of its own hold.
+// judgeSeat gives the room's verdict on one seat more there, beside those that there are.
+//
+// The pods of a group come at the same moment. So the bound must hold for a new seat beside the pods that
+// have not reported and all seats of groups. There is one exception: a node with no such pods, and no
+// seats of other holds for groups, takes as many seats as the packing has room for. The pods of these are then
+// placed one after the other. Otherwise four pods that just fill two GPUs could never be held.
 func (r *room) judgeSeat(s *ask) verdict {
 	return r.remember(verdictKey{shape: s.shape, hold: s.Hold, seat: true}, func() (v verdict) {
 		if v.why = r.never(s); v.why != "" {
@@ -404,7 +408,7 @@ func vague(others []*ask) string {
 func heldFor(s *seat) string { return "the rest of it is held for " + s.owner.whom() }
 
 // awaited is a seat of another hold that waits for room and competes with a pod; nil if there is none.
-// It gets what becomes free.
+// It gets what becomes free. A pod whose own seat has its room does not wait for that.
 func (r *room) awaited(p *ask) *seat {
 	if len(r.seats) == len(r.stands) {
 		return nil

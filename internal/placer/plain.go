@@ -48,7 +48,7 @@ func (a Amounts) Of(name string) int64 {
 	return a[i].N
 }
 
-// Lack is a plain resource of which a node has too little left. It is zero where the node has enough.
+// Lack names a plain resource that a node has too little of. It is zero if the node has enough of all.
 type Lack struct {
 	Name string
 	// Asked is what a pod asks for, and Left what the node has left for it, in the unit of Amount.N.
@@ -84,6 +84,10 @@ func amountOf(name string, n int64) string {
 // SetPlain notes how much of the plain resources a node has for the pods of the books: what it has
 // for pods in all, less what other pods have. The caller may not change has afterwards. A node has
 // nothing of a resource that is not there, but for "pods": then it takes any number of them.
+//
+// A seat of a group loses its room if the node has too little for the pods, the older seats and this one.
+// Place chooses a node by its GPUs alone, since the scheduler counts the rest. But no pod gets the plain
+// room of an open seat.
 func (b *Books) SetPlain(name string, has map[string]int64) {
 	if b.nodes[name] == nil && len(has) == 0 {
 		return
@@ -104,7 +108,7 @@ type rest struct {
 	// pods is what is left beside the pods of the books, and seats what is left beside the open seats
 	// that have theirs, too.
 	pods, seats map[string]int64
-	// tight are the open seats for which too little is left. Older seats go first.
+	// tight are the open seats that find too little left, since older seats have theirs first.
 	tight []*seat
 }
 
@@ -141,8 +145,8 @@ func (n *node) take(from map[string]int64, of Amounts) {
 	}
 }
 
-// lackOf returns the first of some amounts of which too little is left. What a pod of a hold leaves, or
-// others that are to go, counts as left, too.
+// lackOf returns the first of some amounts that is more than what is left, zero if none is. What a pod of a hold
+// leaves, or others that are to go, counts as left, too.
 func lackOf(left map[string]int64, of Amounts, freed ...Amounts) Lack {
 	for _, a := range of {
 		n, counts := left[a.Name]

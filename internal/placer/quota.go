@@ -20,8 +20,11 @@ type Part struct {
 // Keep keeps room for an amount of each resource under an ID, until the next call or [Books.Drop]. It returns the
 // amounts that found no room, nil if all did. The books look for these again after each piece of news.
 //
-// It takes nodes for which where returns true, or any node if where is nil. where may change its answer only with news
-// of that node. Pods with the ID as their Hold use the room, and what they have is part of it.
+// It takes the nodes that where returns true for, or any node if where is nil. where may change its answer only with
+// news of that node. Pods with the ID as their Hold use the room, and what they have is part of it.
+//
+// Such a pod goes before pods that may still come. If there is not room for the rest of the hold's amount beside it,
+// that rest loses its room. If that is not enough, other amounts on the node lose theirs, too; seats of groups do not.
 //
 // Each resource is kept in as few parts as there is room for. A part that has lost its room is in short until it finds
 // other room. If there is too little room, older parts keep theirs.

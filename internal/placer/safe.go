@@ -12,6 +12,30 @@ import (
 
 // bound decides whether pods get their room beside each other for any choice that the agent makes. It
 // has a number of steps for each family.
+//
+// The agent chooses devices when the kubelet asks for them, and the kubelet takes pods in any order. A
+// pod that has ended may also have left room that the API does not show yet. So for each request there is a
+// bound: the least that other requests must take in all to leave no room for this one. The request is safe
+// if all others together ask for less.
+//
+//   - Memory units: to keep r units from a GPU with f free ones takes f-r+1 of them, on each GPU where
+//     r would fit. An empty GPU counts for more (see spareUnits).
+//   - Replicas: a request for n of them needs n GPUs. To keep one from a GPU takes all its free
+//     replicas, and each other request takes at most one of a GPU.
+//   - Whole GPUs: to keep n of f free ones from a request takes f-n+1.
+//   - MIG devices on demand: others must take all placements that the profile could have at a time, or
+//     use up what else the card allows, such as its media engines. Each of the others counts for as
+//     many of them as one of its profile can take.
+//
+// Once all pods of a node have reported, the bound is not needed.
+//
+// It cannot judge a pinned pod: one with init containers that ask for GPUs, or with split compute
+// instances. The packing alone places such a pod, and others that compete with it wait until it has
+// reported. If another pod ends in the same second, the agent may choose other devices for the
+// pod's first request than the packing did, and refuse its second.
+//
+// Without the bound, a node would take the next pod only when the last one has reported. Then the last
+// of 22 pods on three nodes would run at least a third later (internal/fleet, TestCrowds).
 type bound struct {
 	*room
 	steps *steps
@@ -193,8 +217,8 @@ func (b bound) spareReplicas(it item, others []item) (most int, alone bool) {
 	return block - 1, true
 }
 
-// sparePlacements counts the placements of a profile that can be had at a time. Each other device takes
-// as many of them as one of its profile can at worst, wherever the agent puts it.
+// sparePlacements counts the placements that a profile can have at a time. Each other device takes
+// as many of them as one of its profile can at worst, for any place that the agent gives it.
 func (b bound) sparePlacements(resource string, others []item) (most, take int, alone bool) {
 	worst := map[string]int{}
 	for _, o := range others {
@@ -233,7 +257,7 @@ func (s *space) apart(places []mig.Placement) (out []mig.Placement) {
 func (s *space) costs(apart, others []mig.Placement, same bool) (most int) {
 	if !s.onDemand && same {
 		return mig.Whole
-	} else if !s.onDemand || len(others) == 0 { // devices that exist exclude nobody
+	} else if !s.onDemand || len(others) == 0 { // a device that exists excludes no other
 		return 0
 	}
 	for _, q := range others {

@@ -158,7 +158,8 @@ func (s *search) findAll(missing []*seat) (found int, no *Refusal) {
 	return found, nil
 }
 
-// findSame is findAll of seats of one group that ask for the same.
+// findSame is findAll of seats of one group that ask for the same. It looks at each node once, and again
+// only at a node that got a seat or had news: a hold may have hundreds of seats.
 func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
 	one, among := missing[0].ask, s.groups[missing[0].group].Among
 	judge := func(name string) verdict { return s.hs.b.nodes[name].judgeSeat(s.hs.b.room(name), one) }

@@ -85,7 +85,8 @@ func (t *trial) anew() *trial {
 
 // maxSteps bounds what is done to try one pod on one node, about a millisecond. A step is a device
 // or a placement that is looked at. On a node of eight GPUs with a MIG device in each place, a pod
-// of eight containers takes 10,000.
+// of eight containers takes 10,000. No real node uses up all; a trial that does finds no room. So
+// the cost of a question is bounded for each node.
 const maxSteps = 200_000
 
 // steps are those of one trial.
@@ -395,7 +396,8 @@ func (r *room) joined(s *seat, last bool) *room {
 }
 
 // score is how bad a choice a node is: what a pod spoils there beyond what it takes, and
-// then how much room there is of what it asks for.
+// then how much room there is of what it asks for. Of memory units it spoils what is left over on the
+// GPU with the fewest, and for MIG devices the room of other placements at the place where that is least.
 func (t *trial) score(p *Pod) (spoilt, left int) {
 	for i := range p.Containers {
 		for name, n := range p.Containers[i].Requests {

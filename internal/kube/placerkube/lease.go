@@ -21,11 +21,14 @@ import (
 )
 
 // The times of a lease are those of client-go. A holder that cannot renew its lease stops
-// leading after renewWithin. Another process may take the lease five seconds later.
+// leading after renewWithin. Another process may take the lease five seconds later. A lease that
+// names a longer duration than longestLease was not written by a placer, and counts as one of
+// longestLease.
 const (
 	leaseFor     = 15 * time.Second
 	renewWithin  = 10 * time.Second
 	leaseRetries = 2 * time.Second
+	longestLease = 10 * time.Minute
 )
 
 // leaseTiming holds the times of a lease; tests shorten them.
@@ -33,9 +36,11 @@ type leaseTiming struct{ lasts, renew, retry time.Duration }
 
 // Lease elects the leader of several processes by a Lease object of the API server
 // (coordination.k8s.io). It follows the rules of client-go's leader election, which needs the
-// typed clients and so is not used here. A process respects another holder until the record has
-// not changed for the duration that the record names. The process measures this by its own
-// clock, from when it first saw the record. So the clocks of two machines are never compared.
+// typed clients and so is not used here. A process respects another holder until the lease's spec
+// has not changed for the duration that it names, at most ten minutes. If the spec cannot be read,
+// that is 15 seconds: a lease that was spoilt by hand must not keep all placers from leading. The
+// process measures this by its own clock, from when it first saw the spec. So the clocks of two
+// machines are never compared.
 type Lease struct {
 	cluster         *Cluster
 	namespace, name string
@@ -45,7 +50,8 @@ type Lease struct {
 	onLead func(before time.Time, own bool)
 
 	// The fields below are what the server answered last, and when this process first saw that
-	// record, by its own clock. Only Run's goroutine uses them.
+	// spec, by its own clock. record is the spec, or a substitute for one that cannot be read: see
+	// store. Only Run's goroutine uses them.
 	object *unstructured.Unstructured
 	record coordinationv1.LeaseSpec
 	seen   time.Time
@@ -58,8 +64,9 @@ type Lease struct {
 // have the same identity.
 //
 // Run calls onLead each time that this process becomes the leader, before Leads returns nil.
-// Before is the time at which the lease was last renewed or given up, by its holder's clock; it
-// is zero if there was no lease. Own is true if that holder was this process.
+// Before is the time at which the lease was last renewed or given up, by its holder's clock. If
+// the lease could not be read, it is the time at which this process first saw that. It is zero if
+// there was no lease. Own is true if that holder was this process.
 func (c *Cluster) NewLease(namespace, name, identity string, onLead func(before time.Time, own bool)) *Lease {
 	return &Lease{cluster: c, namespace: namespace, name: name, identity: identity, onLead: onLead,
 		timing: leaseTiming{leaseFor, renewWithin, leaseRetries}}
@@ -108,14 +115,14 @@ func (l *Lease) try(ctx context.Context) error {
 	}
 	now := l.cluster.server.Now()
 	own := l.holder() == l.identity
-	lasts := time.Duration(ptr.Deref(l.record.LeaseDurationSeconds, 0)) * time.Second
+	lasts := min(time.Duration(ptr.Deref(l.record.LeaseDurationSeconds, 0))*time.Second, longestLease)
 	if !own && l.holder() != "" && now.Before(l.seen.Add(lasts)) {
 		l.set(time.Time{})
 		return nil
 	}
 	next, transitions := l.record, ptr.Deref(l.record.LeaseTransitions, 0)
 	next.HolderIdentity, next.RenewTime = &l.identity, new(metav1.NewMicroTime(now))
-	next.LeaseDurationSeconds = new(int32((l.timing.lasts + time.Second - 1) / time.Second))
+	next.LeaseDurationSeconds = l.seconds()
 	if !own {
 		next.AcquireTime = next.RenewTime
 		if l.object != nil {
@@ -139,6 +146,9 @@ func (l *Lease) try(ctx context.Context) error {
 // there is none.
 func (l *Lease) holder() string { return ptr.Deref(l.record.HolderIdentity, "") }
 
+// seconds returns the duration of this process's own leases, rounded up.
+func (l *Lease) seconds() *int32 { return new(int32((l.timing.lasts + time.Second - 1) / time.Second)) }
+
 // set records until when this process leads; zero if it does not.
 func (l *Lease) set(until time.Time) {
 	l.mu.Lock()
@@ -159,21 +169,28 @@ func (l *Lease) read(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.store(object)
+	l.store(object)
+	return nil
 }
 
-// store keeps the lease that the server returned. It fails if the spec cannot be read; then
-// this process does not try to take the lease.
-func (l *Lease) store(object *unstructured.Unstructured) error {
-	var record coordinationv1.LeaseSpec
-	if err := kube.Decode(object, "spec", &record); err != nil {
-		return fmt.Errorf("read the lease %s/%s: %w", l.namespace, l.name, err)
+// unreadable is the holder of a lease whose spec cannot be read.
+const unreadable = "not known, since the lease cannot be read"
+
+// store keeps the lease that the server returned. If its spec cannot be read, it counts as the
+// record of another holder, with the duration of this process's own leases.
+func (l *Lease) store(object *unstructured.Unstructured) {
+	same := l.object != nil && equality.Semantic.DeepEqual(object.Object["spec"], l.object.Object["spec"])
+	l.object = object
+	if same {
+		return
 	}
-	if l.object == nil || !equality.Semantic.DeepEqual(record, l.record) {
-		l.seen = l.cluster.server.Now()
+	l.seen, l.record = l.cluster.server.Now(), coordinationv1.LeaseSpec{}
+	if err := kube.Decode(object, "spec", &l.record); err != nil {
+		l.record = coordinationv1.LeaseSpec{HolderIdentity: new(unreadable), LeaseDurationSeconds: l.seconds(),
+			RenewTime: new(metav1.NewMicroTime(l.seen))}
+		l.cluster.server.Log.Warn("cannot read the lease; taking it over if it does not change",
+			"lease", l.namespace+"/"+l.name, "wait", l.timing.lasts, "err", err)
 	}
-	l.object, l.record = object, record
-	return nil
 }
 
 // write creates or updates the lease with the spec next. It returns errTaken if another process
@@ -204,7 +221,8 @@ func (l *Lease) write(ctx context.Context, next coordinationv1.LeaseSpec) error 
 	if err != nil {
 		return fmt.Errorf("write the lease %s/%s: %w", l.namespace, l.name, err)
 	}
-	return l.store(object)
+	l.store(object)
+	return nil
 }
 
 // giveUp clears the holder of the lease, if this process leads.

@@ -5,6 +5,7 @@ package placerkube
 import (
 	"context"
 	"errors"
+	"math"
 	"net/http"
 	"testing"
 	"time"
@@ -161,6 +162,58 @@ func TestLeaseIsTakenAway(t *testing.T) {
 	}
 	a.after(0, false)
 	a.after(59*time.Second, false)
+	a.after(time.Second, true)
+}
+
+// A lease that somebody has spoilt, so that it cannot be read, is one that another process holds and
+// does not renew: it ends the leader's turn, and is taken over.
+func TestLeaseThatCannotBeRead(t *testing.T) {
+	for name, spec := range map[string]any{
+		"no object":      "text",
+		"a holder":       map[string]any{"holderIdentity": 7, "leaseDurationSeconds": 15},
+		"a duration":     map[string]any{"holderIdentity": "a", "leaseDurationSeconds": "soon"},
+		"a renewal":      map[string]any{"holderIdentity": "a", "leaseDurationSeconds": 15, "renewTime": "yesterday"},
+		"the transition": map[string]any{"holderIdentity": "a", "leaseDurationSeconds": 15, "leaseTransitions": map[string]any{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newServer(t)
+			a, b := newCandidate(t, s, "a", aDay), newCandidate(t, s, "b", aDay.Add(time.Hour))
+			a.after(0, true)
+			s.Put("leases", "gpu", "placer", map[string]any{"spec": spec})
+			if err := a.try(t.Context()); !errors.Is(err, errTaken) {
+				t.Fatal(err)
+			}
+			a.after(0, false)
+			seen := b.now
+			b.after(0, false)
+			b.after(leaseFor-time.Second, false)
+			b.after(time.Second, true)
+			if len(b.before) != 1 || !b.before[0].Equal(seen) || b.own {
+				t.Errorf("told %v, own %v; want when it was seen, and another one's", b.before, b.own)
+			}
+			a.after(time.Second, false)
+			if a.holder() != "b" {
+				t.Errorf("the holder is %s", a.holder())
+			}
+			// One that still changes is in use.
+			s.Put("leases", "gpu", "placer", map[string]any{"spec": "text"})
+			a.after(0, false)
+			a.after(leaseFor-time.Second, false)
+			s.Put("leases", "gpu", "placer", map[string]any{"spec": "other text"})
+			a.after(time.Second, false)
+			a.after(leaseFor-time.Second, false)
+			a.after(time.Second, true)
+		})
+	}
+}
+
+// A lease may name any duration. One of many years does not keep the placers from answering.
+func TestLeaseForYears(t *testing.T) {
+	s := newServer(t)
+	a := newCandidate(t, s, "a", aDay)
+	s.Put("leases", "gpu", "placer", map[string]any{"spec": map[string]any{"holderIdentity": "kubectl", "leaseDurationSeconds": math.MaxInt32}})
+	a.after(0, false)
+	a.after(longestLease-time.Second, false)
 	a.after(time.Second, true)
 }
 

@@ -54,8 +54,9 @@
 //   - During a write: a torn line. Readers skip it, and the next write begins a new line.
 //   - Before a new segment has its first line: an empty or torn segment. Readers take it for a
 //     part of the segment before.
-//   - During compression: a temporary file, which Open removes, or the segment in both forms.
-//     Readers take the compressed form, which is complete as soon as it has its name.
+//   - During compression: a temporary file, or the segment in both forms. Readers take the
+//     compressed form, which is complete as soon as it has its name. Open and Tidy remove the
+//     other file.
 //   - While segments are joined: parts beside the joined segment.
 //
 // If the disk is full, Append fails, and what it wrote in part is a torn line. The caller keeps

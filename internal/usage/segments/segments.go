@@ -50,8 +50,8 @@ type Store struct {
 	dropped usage.Dropped
 }
 
-// Open makes the directory if it is missing, removes the temporary files of a killed agent, and
-// opens the last segment.
+// Open makes the directory if it is missing, removes what a killed agent has left over, and opens
+// the last segment.
 func Open(dir string, o Options) (*Store, error) {
 	if o.Max <= 0 {
 		o.Max = DefaultMax
@@ -78,10 +78,8 @@ func (s *Store) open() error {
 	if err != nil {
 		return err
 	}
-	for _, name := range all.temporary {
-		if err := s.root.Remove(name); err != nil {
-			return err
-		}
+	if err := s.removeLeftovers(all); err != nil {
+		return err
 	}
 	if s.n = 1; len(all.segments) > 0 {
 		// A packed last segment has no successor yet, so one is begun.
@@ -92,6 +90,17 @@ func (s *Store) open() error {
 		}
 	}
 	return s.begin()
+}
+
+// removeLeftovers removes what a killed agent has left over, or what could not be removed before.
+func (s *Store) removeLeftovers(l listing) error {
+	var errs []error
+	for _, left := range l.leftovers {
+		if left != name(s.n, plainSuffix) { // never the segment that is being written
+			errs = append(errs, s.root.Remove(left))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // begin opens the segment with number n for writing.
@@ -160,9 +169,10 @@ func (s *Store) Next(first []byte) error {
 		return err
 	}
 	old := *s
-	if s.n++; s.begin() != nil {
+	s.n++
+	if err := s.begin(); err != nil {
 		*s = old
-		return s.hint("begin a segment of", s.begin())
+		return s.hint("begin a segment of", err)
 	}
 	if _, err := s.Append(first); err != nil {
 		// The old segment goes on. The new one holds no record.
@@ -180,7 +190,7 @@ func (s *Store) Tidy() error {
 	if err != nil {
 		return s.hint("list", err)
 	}
-	var errs []error
+	errs := []error{s.removeLeftovers(all)}
 	for _, g := range all.segments {
 		if g.n != s.n && !g.packed {
 			errs = append(errs, s.pack(g.n))
@@ -241,8 +251,10 @@ type segment struct {
 }
 
 type listing struct {
-	segments  []segment // ordered by number
-	temporary []string
+	segments []segment // ordered by number
+	// leftovers are files that no reader needs: temporary files, and the plain form of each segment
+	// that is there in both forms.
+	leftovers []string
 }
 
 func list(dir fs.FS) (listing, error) {
@@ -252,15 +264,12 @@ func list(dir fs.FS) (listing, error) {
 	}
 	var l listing
 	for _, e := range entries {
-		base, packed := strings.CutSuffix(e.Name(), packedSuffix)
-		plain := false
-		if !packed {
-			base, plain = strings.CutSuffix(e.Name(), plainSuffix)
-		}
+		base, _, _ := strings.Cut(e.Name(), ".")
 		n, err := strconv.ParseUint(base, 10, 64)
+		plain, packed := e.Name() == name(n, plainSuffix), e.Name() == name(n, packedSuffix)
 		switch {
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), tempSuffix):
-			l.temporary = append(l.temporary, e.Name())
+			l.leftovers = append(l.leftovers, e.Name())
 		case err != nil || !packed && !plain || !e.Type().IsRegular() || n == 0:
 		default:
 			l.segments = append(l.segments, segment{n, e.Name(), packed})
@@ -272,6 +281,11 @@ func list(dir fs.FS) (listing, error) {
 		}
 		return strings.Compare(b.name, a.name) // the packed form first
 	})
+	for i := 1; i < len(l.segments); i++ {
+		if plain := l.segments[i]; plain.n == l.segments[i-1].n {
+			l.leftovers = append(l.leftovers, plain.name)
+		}
+	}
 	l.segments = slices.CompactFunc(l.segments, func(a, b segment) bool { return a.n == b.n })
 	return l, nil
 }

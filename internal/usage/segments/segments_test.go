@@ -3,12 +3,15 @@
 package segments
 
 import (
+	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -72,8 +75,9 @@ func TestSegments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if counts(t, filepath.Join(dir, "none"), time.Time{}) != nil {
-		t.Error("a directory that is not there is no empty journal")
+	none := filepath.Join(dir, "none")
+	if err := Read(none, time.Time{}, nil); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), none) {
+		t.Errorf("a directory that is not there is read as %v, want an error that names it", err)
 	}
 	book := usage.NewBook(nil)
 	n := 0
@@ -137,6 +141,7 @@ func TestLeftOvers(t *testing.T) {
 		{"a packed one that is cut", func(dir string) error { return os.Truncate(filepath.Join(dir, name(1, packedSuffix)), 60) }},
 		{"the last one gone", func(dir string) error { return os.Remove(filepath.Join(dir, name(2, plainSuffix))) }},
 		{"what is not ours", func(dir string) error { return appendTo(filepath.Join(dir, "README"), "x") }},
+		{"a copy with our number", func(dir string) error { return appendTo(filepath.Join(dir, "1"+plainSuffix), "x") }},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -180,12 +185,77 @@ func TestLeftOvers(t *testing.T) {
 			if tt.name != "a packed one that is cut" && tt.name != "the last one gone" && len(before) != 2 {
 				t.Errorf("before: %v", before)
 			}
+			_, err = os.Stat(filepath.Join(dir, "1"+plainSuffix))
+			if copied := tt.name == "a copy with our number"; copied != (err == nil) {
+				t.Errorf("a file that is not the journal's: %v", err)
+			}
 			last := 0
 			if err := ReadLast(dir, func(r *usage.Record) { last++ }); err != nil || last < 2 {
 				t.Errorf("the last segment has %d records, %v", last, err)
 			}
 		})
 	}
+}
+
+// A segment that cannot be begun leaves the one before it as it was, and no descriptor more than
+// before. The error says why.
+func TestNextThatFails(t *testing.T) {
+	dir, err := filepath.EvalSymlinks(t.TempDir()) // as /proc names it
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := Open(dir, Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	add := func(n int) {
+		t.Helper()
+		if _, err := s.Append(line(t, refusal(n))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first := line(t, &usage.Record{Time: newYear, Event: usage.Began, Book: usage.NewBook(nil).State(newYear)})
+	add(1)
+	inTheWay := filepath.Join(dir, name(2, plainSuffix))
+	if err := os.Mkdir(inTheWay, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if n := descriptors(t, dir); n != 1 {
+		t.Fatalf("%d files of the journal are open, want 1", n)
+	}
+	if err := s.Next(first); !errors.Is(err, syscall.EISDIR) {
+		t.Errorf("%v, want one that wraps %v", err, syscall.EISDIR)
+	}
+	if n := descriptors(t, dir); n != 1 {
+		t.Errorf("then %d files of the journal are open, want 1", n)
+	}
+	add(2)
+	if err := os.Remove(inTheWay); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Next(first); err != nil {
+		t.Error(err)
+	}
+	add(3)
+	if got := fmt.Sprint(counts(t, dir, time.Time{})); got != "[1 2 3]" {
+		t.Errorf("read %s", got)
+	}
+}
+
+// descriptors counts the open files of this process in a directory.
+func descriptors(t *testing.T, dir string) (n int) {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && filepath.Dir(to) == dir {
+			n++
+		}
+	}
+	return n
 }
 
 func appendTo(path, text string) error {

@@ -41,7 +41,8 @@ type tenants struct {
 	refused int
 	used    int
 	written int
-	tidied  func()
+	// tidying is called before each Tidy, and tidied after it.
+	tidying, tidied func()
 }
 
 type grant struct {
@@ -57,7 +58,7 @@ func newTenants(t *testing.T, o Options, r *rand.Rand) *tenants {
 		dir = t.TempDir()
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	w := &tenants{T: t, dir: dir, o: o, r: r, book: usage.NewBook(nil), at: newYear, grants: map[uint64]*grant{}, raw: map[string]int{}, tidied: func() {}}
+	w := &tenants{T: t, dir: dir, o: o, r: r, book: usage.NewBook(nil), at: newYear, grants: map[uint64]*grant{}, raw: map[string]int{}, tidying: func() {}, tidied: func() {}}
 	w.reopen()
 	t.Cleanup(func() { _ = w.s.Close() })
 	w.write(&usage.Record{Time: w.at, Event: usage.Began, Book: w.book.State(w.at)})
@@ -111,6 +112,7 @@ func (w *tenants) write(r *usage.Record) {
 	if err := w.s.Next(line(w.T, &usage.Record{Time: w.at, Event: usage.Began, Book: w.book.State(w.at)})); err != nil {
 		w.Fatal(err)
 	}
+	w.tidying()
 	if err := w.s.Tidy(); err != nil {
 		w.Fatal(err)
 	}
@@ -504,6 +506,69 @@ func TestUpgradeAndDowngrade(t *testing.T) {
 			lines++
 			last = r.Time
 		}
+	}
+}
+
+// An agent is killed when it has packed a segment and has not removed the plain form, or cannot remove
+// it. The next agent removes it, or the next Tidy does. It counted for nothing, stayed for ever, and its records came
+// back when the packed form went.
+func TestKilledWhilePacking(t *testing.T) {
+	for how, restarts := range map[string]bool{"killed": true, "the removal failed": false} {
+		t.Run(how, func(t *testing.T) {
+			w := newTenants(t, Options{Max: 64 << 10, Segment: 8 << 10}, rand.New(rand.NewPCG(6, 1)))
+			plain := func() (out []string) {
+				t.Helper()
+				names, err := filepath.Glob(filepath.Join(w.dir, "*"+plainSuffix))
+				if err != nil {
+					t.Fatal(err)
+				}
+				return names
+			}
+			packed, dropped := 0, usage.Dropped{}
+			w.tidying = func() {
+				t.Helper()
+				closed := filepath.Join(w.dir, name(w.s.n-1, plainSuffix))
+				was, err := os.ReadFile(closed)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if err := errors.Join(w.s.pack(w.s.n-1), os.WriteFile(closed, was, 0o600)); err != nil {
+					t.Fatal(err)
+				}
+				if packed++; !restarts {
+					return
+				}
+				w.reopen()
+				if left := plain(); len(left) != 1 {
+					t.Errorf("opened with plain segments %q", left)
+				}
+			}
+			w.tidied = func() {
+				t.Helper()
+				if left := plain(); len(left) != 1 {
+					t.Errorf("tidied, with plain segments %q", left)
+				}
+				for _, r := range w.s.Dropped() {
+					dropped.Add(usage.Owner{Refused: r.Of == usage.Refused, Namespace: r.Namespace}, usage.Loss{Records: r.Count, Before: r.Before})
+				}
+				if n := size(t, w.dir); n > w.o.Max {
+					t.Errorf("the journal takes %d bytes of %d", n, w.o.Max)
+				}
+				w.judge(int(w.o.Max-2*w.o.Segment), dropped)
+			}
+			w.take("train")
+			for i := 0; i < 200 && !t.Failed(); i++ {
+				for range 5 {
+					w.refuse("greedy")
+				}
+				w.take("greedy")
+				w.end(1)
+			}
+			if packed < 10 || len(dropped) == 0 {
+				t.Errorf("%d segments were packed, and %d owners have lost something", packed, len(dropped))
+			}
+			w.whole(w.look(), "train")
+		})
 	}
 }
 

@@ -30,9 +30,9 @@ func (m *Meter) estimate(each uint64, now time.Time) {
 }
 
 // noteBare notes the least that contexts were seen to take, by a quiet reading with each bytes for
-// each context. It also uses readings in which other memory was charged by guess: if that makes
-// contexts look small here, it makes what they have look small in held, too. If there are several
-// contexts, the larger of two readings in a row counts, as in credible.
+// each context. It also uses readings that charge other memory by guess: if a guess makes contexts
+// look small here, it makes what they have look small in held, too. If there are several contexts,
+// the larger of two readings in a row counts, as in credible.
 func (m *Meter) noteBare(c Counters, each uint64) {
 	was := m.seen
 	m.seen = each

@@ -49,7 +49,7 @@ func (m *Meter) lacks(contexts, code, has uint64) uint64 {
 	return may - min(may, has)
 }
 
-// noteSure notes in the page whether every context seen so far took no more than contexts are
+// noteSure notes in the page whether every context seen so far took at most what contexts are
 // charged. If so, a program that has just begun need not wait for a reading before it comes near
 // its cap. A short program runs for a tenth of that time, and many like it may follow.
 func (m *Meter) noteSure() {
@@ -83,11 +83,11 @@ func (u *Usage) addUser(slot int, p Process, contexts, reserved, rest uint64) {
 	u.users = append(u.users, user{p, slot, contexts, reserved, rest})
 }
 
-// dying returns how many bytes the slots have of processes that the driver does not list any
-// more although they hold their slots' locks. The kernel closes a dying process's descriptors
-// first, and with them goes its memory. On a busy node the locks follow some milliseconds later.
-// A reading between the two would take the memory of a context for none, and show others all of
-// it as free until the next reading.
+// dying returns how many bytes the slots of dying processes have, 0 if that is not sure. Such a
+// process holds its slot's lock, and the driver no longer lists it: the kernel first closes the
+// process's descriptors, and with them goes its memory. On a busy node it releases the locks some
+// milliseconds later. A reading between the two would find that a context takes no memory, and show
+// others all of it as free until the next reading.
 //
 // A process without a context need not be listed. Nothing can be told where the driver lists a
 // process by another name than its slot, as one in a sandbox with a kernel of its own, or where

@@ -192,9 +192,10 @@ func whole(home string, files []file) bool {
 	})
 }
 
-// Prune removes the versions of the libraries below dir for which used returns false: those that no
-// allocation's CDI file names. It keeps the version of this program that Install installs. Versions
-// that were fitted to a driver (Fit) have hashes of their own, so it asks used about them, too.
+// Prune removes unused versions of the libraries below dir. It calls used with the hash of each
+// version; used returns true if an allocation's CDI file names that hash. Prune keeps the version of
+// this program that Install installs. Versions that were fitted to a driver (Fit) have hashes of
+// their own, so it asks used about them, too.
 func Prune(dir string, used func(hash string) bool) error {
 	top := filepath.Join(dir, "cap")
 	entries, err := os.ReadDir(top)

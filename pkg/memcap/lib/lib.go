@@ -22,7 +22,7 @@ const (
 	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted is allowed
 )
 
-// compatDirs are the directories in which images bring driver libraries of their own, as patterns.
+// compatDirs are patterns of the directories where images bring driver libraries of their own.
 var compatDirs = []string{"/usr/local/cuda/compat", "/usr/local/cuda-*/compat"}
 
 // Hook returns the CDI hook that covers the driver libraries that an image brings, since those have

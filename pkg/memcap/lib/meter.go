@@ -247,9 +247,9 @@ const shownSlack = 32 << 20
 // underWay returns how many bytes are reserved and not committed.
 func underWay(c Counters) uint64 { return max(c.Reserved, c.Committed) - c.Committed }
 
-// roof returns the least possible correction, in bytes, and 1 + the number of guesses for which it
-// holds; 0, 0 if that number changed during the reading. It subtracts all that is reserved, since a
-// process may have that for a moment before it is bound.
+// roof returns the least possible correction, in bytes, and 1 + the Guesses of a and b. It returns
+// 0, 0 if these differ: that number changed during the reading. It subtracts all that is reserved,
+// since a process may have that for a moment before it is bound.
 func roof(was reading, a, b Counters, driver, high int64) (least int64, of uint64) {
 	if a.Guesses != b.Guesses {
 		return 0, 0

@@ -267,8 +267,8 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		page.publish(c)
 	}
 	if everyMS == 0 && page.load(atNonce) != 0 {
-		// No more readings will come, and an old one would never be corrected: processes would have
-		// less and less room. Without a reading they go by the limit.
+		// Readings have ended, and an old one would never be corrected: processes would have less
+		// and less room. Without a reading they go by the limit.
 		page.publish(reading{})
 	}
 	return nil

@@ -131,11 +131,11 @@ type Counters struct {
 	Processes int    // living processes that have used the GPU
 }
 
-// readPatience bounds the CPU time in which Read looks for living processes. A container may put
-// any number of locks on the file, and for each slot the kernel goes through all of them. So any
+// readPatience bounds the CPU time that Read takes to look for living processes. A container may
+// put any number of locks on the file, and for each slot the kernel goes through all of them. So any
 // program could make a read take minutes. A thousand processes take some milliseconds. It is CPU
-// time, since the reader may be held up on a busy node, or at the agent's CPU limit, through no
-// fault of the container.
+// time, since a busy node or the agent's CPU limit may hold up the reader through no fault of the
+// container.
 const readPatience = 50 * time.Millisecond
 
 // threadTime returns the CPU time of the calling thread, in the kernel and outside.
