@@ -109,10 +109,10 @@ func fill(except int) func(w *world) {
 	return func(w *world) {
 		for _, name := range w.names[except:] {
 			for range 4 {
-				w.hosts[name].admit("another", units(77))
-				w.hosts[name].admit("another", instance("7g.80gb"))
+				w.hosts[name].Admit("another", memory, 77)
+				w.hosts[name].Admit("another", instance("7g.80gb").of, 1)
 			}
-			w.write(w.hosts[name])
+			w.write(w.hosts[name], w.hosts[name].Write())
 		}
 	}
 }

@@ -127,14 +127,14 @@ func (w *world) comes(p *crowdPod) func() {
 // bind puts a pod on its node. The kubelet takes it in a moment, and its status shows its devices after a second
 // or two.
 func (w *world) bind(p *crowdPod, h *host) {
-	p.Spec.NodeName = h.name
+	p.Spec.NodeName = h.Name
 	w.after(5*time.Millisecond, func() { w.tell(p); w.happens(news) })
 	admit := 20*time.Millisecond + time.Duration(p.r.Int64N(int64(280*time.Millisecond)))
 	report := time.Second + time.Duration(p.r.Int64N(int64(time.Second)))
 	w.after(admit, func() {
-		ids, err := h.admit(p.Name, p.ask)
+		ids, err := h.Admit(p.Name, p.of, p.n)
 		if err != nil {
-			w.t.Errorf("%s refuses %s, which asks for %v: %v", h.name, p.Name, p.ask, err)
+			w.t.Errorf("%s refuses %s, which asks for %v: %v", h.Name, p.Name, p.ask, err)
 			ids = nil
 		}
 		w.changed(h)
@@ -158,7 +158,7 @@ func (w *world) reports(p *crowdPod, h *host, ids []string) {
 }
 
 func (w *world) ends(p *crowdPod, h *host) {
-	h.end(p.Name)
+	h.End(p.Name)
 	w.changed(h)
 	h.requested[p.of] -= p.n
 	p.Status.Phase = corev1.PodSucceeded
@@ -177,13 +177,13 @@ func (w *world) look(h *host) {
 	}
 	var seats []ask
 	for _, p := range w.seats {
-		if p.Spec.NodeName == "" && p.seat == h.name && w.holder.Lost(p.Labels["hold"]) == nil {
+		if p.Spec.NodeName == "" && p.seat == h.Name && w.holder.Lost(p.Labels["hold"]) == nil {
 			seats = append(seats, p.ask)
 		}
 	}
 	parts, _, _ := w.lender.Kept(lent)
 	for _, p := range parts {
-		if p.Node == h.name {
+		if p.Node == h.Name {
 			seats = append(seats, ask{p.Resource, p.N})
 		}
 	}
@@ -191,41 +191,25 @@ func (w *world) look(h *host) {
 		w.n[tried]++
 	}
 	if !h.fits(seats) {
-		w.t.Errorf("after %v %s has no room for %v, of which none is counted lost", time.Since(w.begun), h.name, seats)
+		w.t.Errorf("after %v %s has no room for %v, of which none is counted lost", time.Since(w.begun), h.Name, seats)
 	}
 }
 
 // changed is what follows when a node's devices are taken or free.
 func (w *world) changed(h *host) {
 	w.after(66*time.Millisecond, func() {
-		for of, n := range h.listed() {
+		for of, n := range h.Listed() {
 			h.alloc[of] = min(h.alloc[of], n) // of more the kubelet tells later
 		}
 	})
-	wait := time.Minute
-	switch h.says().Since(h.written, time.Now()) {
-	case gpunode.Same:
-		return
-	case gpunode.News:
-		wait = time.Second + time.Duration(w.r.Int64N(int64(time.Second)))
-	case gpunode.Occupancy:
-	}
-	if at := time.Now().Add(wait); h.due.IsZero() || at.Before(h.due) {
-		h.due = at
-		w.after(wait, func() {
-			if h.due.Equal(at) {
-				w.write(h)
-			}
-		})
-	}
+	soon := func() time.Duration { return time.Second + time.Duration(w.r.Int64N(int64(time.Second))) }
+	h.Changed(soon, w.after, func(now *gpunode.Status) { w.write(h, now) })
 }
 
 // write writes the GPUNode.
-func (w *world) write(h *host) {
-	now := h.says()
-	now.Since(h.written, time.Now())
-	h.due, h.written, h.shown = time.Time{}, now, clone(h.gpus)
-	if err := w.f.SetGPUNode(h.name, now); err != nil {
+func (w *world) write(h *host, now *gpunode.Status) {
+	h.shown = h.Clone()
+	if err := w.f.SetGPUNode(h.Name, now); err != nil {
 		w.t.Error(err)
 	}
 }
@@ -233,7 +217,7 @@ func (w *world) write(h *host) {
 // kubelet tells every ten seconds how many devices there are.
 func (w *world) kubelet(h *host) {
 	was := h.alloc
-	h.alloc = h.listed()
+	h.alloc = h.Listed()
 	for of, n := range h.alloc {
 		if n > was[of] {
 			w.happens(moreRoom)
@@ -255,10 +239,10 @@ func (c *scene) run(t *testing.T, seed uint64, pops bool) (n outcome) {
 		w.pops, w.cycle = pops, 3*time.Millisecond+time.Duration(len(c.nodes))*2*time.Microsecond
 		for i, has := range c.nodes {
 			h := newHost(t, fmt.Sprintf("node-%04d", i), has, w.r)
-			w.names, w.hosts[h.name] = append(w.names, h.name), h
-			h.alloc = h.listed()
-			f.SetNode(node(h.name, corev1.ConditionTrue))
-			w.write(h)
+			w.names, w.hosts[h.Name] = append(w.names, h.Name), h
+			h.alloc = h.Listed()
+			f.SetNode(node(h.Name, corev1.ConditionTrue))
+			w.write(h, h.Write())
 			w.after(time.Duration(w.r.Int64N(int64(10*time.Second))), func() { w.kubelet(h) })
 		}
 		for _, k := range []Kind{Nodes, Pods, GPUNodes, Held, Lent} {

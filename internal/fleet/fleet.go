@@ -39,7 +39,8 @@ type Fleet struct {
 	// shown is closed and replaced when the caller reports a new pod.
 	shown chan struct{}
 	nodes
-	beside others
+	beside  others
+	members members
 	readiness
 	leading
 	waiting
@@ -52,6 +53,7 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 	return &Fleet{
 		reader: reader{prefix: resourceDomain + "/"}, now: now, books: placer.New(),
 		asks: map[string]*asking{}, shown: make(chan struct{}), nodes: newNodes(), beside: newOthers(),
+		members:   newMembers(),
 		readiness: readiness{missing: []Kind{GPUNodes, Nodes, Pods}, complete: make(chan struct{})},
 		leading:   newLeading(), waiting: newWaiting(),
 	}
@@ -185,6 +187,7 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 	entry := f.read(p)
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.members.set(p, entry.Hold, entry.Done || entry.Ending)
 	if len(entry.Containers) == 0 && len(entry.Devices) == 0 {
 		if node := f.beside.set(p, entry.Plain); node != "" {
 			f.enterPlain(f.books, node, f.beside.use[node])
@@ -208,6 +211,7 @@ func (f *Fleet) SetPod(p *corev1.Pod) {
 func (f *Fleet) DeletePod(uid string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.members.forget(uid)
 	if node := f.beside.forget(uid); node != "" {
 		f.enterPlain(f.books, node, f.beside.use[node])
 		return

@@ -133,3 +133,58 @@ func TestAPodWaitsForItsHold(t *testing.T) {
 		t.Errorf("not placed: %v, %v", refused, err)
 	}
 }
+
+// TestMembers counts the pods of a hold, whatever they ask for, as they come, get nodes, and go.
+func TestMembers(t *testing.T) {
+	f := New("example.com", func() time.Time { return start })
+	h := HoldFor(f, func(p *corev1.Pod) string { return p.Labels["of"] })
+	if err := f.SetGPUNode("a", says(first)); err != nil {
+		t.Fatal(err)
+	}
+	f.SetNode(node("a", corev1.ConditionTrue))
+	for _, k := range []Kind{Nodes, Pods, GPUNodes, Held} {
+		f.Listed(k)
+	}
+	yes := true
+	pod := func(name, units string) *corev1.Pod {
+		p := asks(name, units)
+		p.Labels, p.OwnerReferences = map[string]string{"of": "x/1"}, []metav1.OwnerReference{{Kind: "Job", Controller: &yes}}
+		return p
+	}
+	plain, orphan, other := pod("plain", "0"), pod("orphan", "10"), pod("other", "10")
+	orphan.OwnerReferences, other.Labels = nil, map[string]string{"of": "x/2"}
+	want := func(pods, placed, owned int) {
+		t.Helper()
+		if a, b, c := h.Members("x/1"); a != pods || b != placed || c != owned {
+			t.Errorf("it has %d pods, %d with a node and %d with a controller; want %d, %d and %d", a, b, c, pods, placed, owned)
+		}
+	}
+	want(0, 0, 0)
+	for _, p := range []*corev1.Pod{plain, orphan, other, pod("p", "10")} {
+		f.SetPod(p)
+	}
+	want(3, 0, 2)
+	if at, _, err := f.Place(t.Context(), "p", []string{"a"}); at != "a" { // it is reserved there
+		t.Fatalf("placed on %q: %v", at, err)
+	}
+	want(3, 1, 2)
+	onCPU := plain.DeepCopy()
+	onCPU.Spec.NodeName = "without GPUs"
+	f.SetPod(onCPU)
+	want(3, 2, 2)
+	over, ending := onCPU.DeepCopy(), bound(pod("p", "10"), "a", first, 10)
+	over.Status.Phase, ending.DeletionTimestamp = corev1.PodFailed, &metav1.Time{Time: start}
+	f.SetPod(over)
+	f.SetPod(ending)
+	want(1, 0, 0)
+	moved := orphan.DeepCopy()
+	moved.Labels = other.Labels
+	f.SetPod(moved)
+	want(0, 0, 0)
+	for _, p := range []string{"plain", "orphan", "other", "p"} {
+		f.DeletePod(p)
+	}
+	if len(f.members.of) > 0 || len(f.members.hold) > 0 {
+		t.Errorf("it remembers %v", f.members)
+	}
+}

@@ -36,6 +36,9 @@ type Books interface {
 	Stuck(id string) (hosts []string)
 	// Running reports whether pods of a hold are on nodes, and are not ending.
 	Running(id string) bool
+	// Members are how many pods name a hold, without those that are ending or have ended: how many of them have a node,
+	// and how many have a controller, which makes another pod when one is deleted.
+	Members(id string) (pods, placed, owned int)
 	// Might reports whether groups would have room if of all holds and pods only those stayed whose holds stay.
 	Might(groups []placer.Group, stay func(hold string) bool) bool
 	// News is a number that changes whenever there may be new room.
@@ -66,16 +69,16 @@ const (
 	setBack = "Reset to Pending"
 	// settle is how long pods that are starting are waited for, until they have reported their devices.
 	settle = 5 * time.Second
-	// stay is how long a workload is left in a cloud before it may come back.
-	stay = 10 * time.Second
 
 	// Names of controllers and annotations, after the domain.
 	onPremName = "gpu-placer"
 	urgentName = "gpu-placer-urgent"
 	cloudName  = "gpu-placer-cloud"
-	// holdName is the key of the hold, and nodesName where its pods have their room.
+	// holdName is the key of the hold, and nodesName where its pods have their room. A key is a UID or an object's
+	// name, so it has at most maxKey bytes.
 	holdName  = "gpu.hold"
 	nodesName = "gpu.hold-nodes"
+	maxKey    = 253
 	// refusedName is the annotation of workloads with the flavors that have no room for them.
 	refusedName = "gpu.refused-flavors"
 	// cloudLabel is the label of ResourceFlavors whose nodes cost money.
@@ -108,6 +111,10 @@ type Checks struct {
 	// refusedAt is since when a workload had the quota that it was last refused room for, by UID.
 	refusedAt map[string]time.Time
 	hopes     hopes
+	// arriving is since when a cloud has had room for a pod of a workload none of whose pods has a node, by UID.
+	arriving map[string]time.Time
+	// tried is since when a workload in a cloud's queue has waited for quota on-prem, where it has room, by UID.
+	tried map[string]time.Time
 }
 
 // held is what a hold is for.
@@ -147,15 +154,17 @@ func NewChecks(domain string, books Books) *Checks {
 	return &Checks{
 		domain: domain, books: books, held: map[string]*held{},
 		sought: map[string]time.Time{}, refusedAt: map[string]time.Time{}, hopes: hopes{},
+		arriving: map[string]time.Time{}, tried: map[string]time.Time{},
 	}
 }
 
 // HoldOf returns the ID of a pod's hold, empty where it has none. Its key is in an annotation, which Kueue
 // copies from the workload's check into the pods' template. A tenant can write the annotation too, but not
-// the namespace: a false key takes the room of workloads in the tenant's own namespace only.
+// the namespace: a false key takes the room of workloads in the tenant's own namespace only, or keeps them in a
+// cloud.
 func HoldOf(domain string) func(*corev1.Pod) string {
 	return func(p *corev1.Pod) string {
-		if key := p.Annotations[domain+"/"+holdName]; key != "" {
+		if key := p.Annotations[domain+"/"+holdName]; key != "" && len(key) <= maxKey {
 			return id(p.Namespace, key)
 		}
 		return ""
@@ -212,7 +221,9 @@ func (c *Checks) Follow(v *View, now time.Time) {
 	c.reaches.of(c.books.Nodes(), v.Flavors)
 	there, goes := map[string]bool{}, map[string]bool{}
 	for _, w := range v.Workloads {
-		goes[w.UID] = !w.Over
+		if goes[w.UID] = !w.Over; w.Admitted {
+			delete(c.tried, w.UID)
+		}
 	}
 	for _, w := range v.Workloads {
 		hold := c.id(w)
@@ -236,7 +247,7 @@ func (c *Checks) Follow(v *View, now time.Time) {
 				continue
 			}
 			if h == nil && len(s.PodSetUpdates) > 0 {
-				groups := c.want(w, v, v.byFlavors(w)).groups
+				groups := c.want(w, v, c.byFlavors(w, v)).groups
 				c.books.SetHold(hold, w.Namespace+"/"+w.Name, groups, c.written(w, s.PodSetUpdates))
 				c.held[hold] = &held{by: w.UID} // of no shape: it is looked for anew what has moved since
 			}
@@ -244,7 +255,10 @@ func (c *Checks) Follow(v *View, now time.Time) {
 		}
 	}
 	maps.DeleteFunc(c.sought, func(_ string, at time.Time) bool { return now.Sub(at) >= lookAgain })
-	maps.DeleteFunc(c.refusedAt, func(uid string, _ time.Time) bool { return !goes[uid] })
+	gone := func(uid string, _ time.Time) bool { return !goes[uid] }
+	maps.DeleteFunc(c.refusedAt, gone)
+	maps.DeleteFunc(c.arriving, gone)
+	maps.DeleteFunc(c.tried, gone)
 	c.hopes.forget(now)
 	for hold := range c.held {
 		if !there[hold] {
@@ -305,7 +319,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 		out = append(out, ends...)
 		return a
 	})
-	// Who has quota on-prem goes first, then who waits for room there, and who is in a cloud last.
+	// Workloads with quota on-prem go first, then those that run nowhere, and those in a cloud last.
 	answer(all, onPremName, c.onPrem)
 	if news := c.books.News(); c.full == nil || news != c.heard {
 		c.full, c.heard = map[string]*placer.Refusal{}, news
@@ -315,6 +329,7 @@ func (c *Checks) Decide(v *View, now time.Time) (out []Answer) {
 			a.Workload = w
 			out = append(out, *a)
 		}
+		answer([]*Workload{w}, cloudName, c.nowhere)
 	}
 	answer(all, cloudName, c.cloud)
 	return out
@@ -358,7 +373,7 @@ func retry(why string, after time.Duration) *Answer {
 
 // onPrem answers whether there is room; nil where the check stays as it is.
 func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	want := c.want(w, v, v.byFlavors(w))
+	want := c.want(w, v, c.byFlavors(w, v))
 	h := c.held[c.id(w)]
 	switch {
 	case !want.asks && s.State == Pending:
@@ -560,7 +575,7 @@ func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 		h.woken = now
 		return &Answer{Changes: true, Wakes: "there was room"}
 	}
-	of := where{"refused " + strings.Join(refused, ","), func(labels map[string]string) bool {
+	of := where{key: "refused " + strings.Join(refused, ","), holds: func(labels map[string]string) bool {
 		return slices.ContainsFunc(refused, func(name string) bool {
 			return v.Flavors[name] != nil && has(labels, v.Flavors[name].Labels)
 		})
@@ -586,63 +601,4 @@ func (c *Checks) hold(w *Workload, want *wanted, now time.Time) (at [][]string, 
 		c.held[c.id(w)] = &held{by: w.UID, shape: want.shape, since: now}
 	}
 	return at, no
-}
-
-// cloud answers whether on-prem is full.
-func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
-	want := c.want(w, v, func(s *Set) where {
-		of := v.labels(s)
-		return where{"cloud " + fmt.Sprint(of), func(labels map[string]string) bool {
-			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
-		}}
-	})
-	h := c.held[c.id(w)]
-	switch {
-	case !want.asks && s.State == Pending:
-		return ready("it asks for nothing that the GPU agents offer")
-	case !want.asks, s.State != Pending && !(s.State == Ready && c.mayReturn(w, s, now)):
-		return nil
-	case h != nil && h.by != w.UID:
-		return nil // its slice before, or its variant
-	case s.State == Pending && c.running(w):
-		return ready("its pods run in the cloud already")
-	}
-	_, no := c.hold(w, &want, now)
-	refused, _, mine := c.refused(w)
-	switch {
-	case s.State == Ready && no != nil:
-		return nil
-	case s.State == Ready:
-		a := retry("there is room on-prem, and it checkpoints: it comes back", 0)
-		a.Changes = mine
-		return a
-	case no != nil:
-		c.drop(c.id(w))
-		if by := c.waitsUntil(w, &want, v, now); !by.IsZero() {
-			const as = "it waits for room on-prem until %s, and goes to the cloud then: on-prem, %s"
-			return pending(fmt.Sprintf(as, by.UTC().Format(time.RFC3339), because(no, &want)))
-		}
-		if no.Waits && now.Sub(s.LastTransitionTime.Time) < settle {
-			return pending("on-prem, no room yet: " + because(no, &want))
-		}
-		return ready("on-prem, " + because(no, &want))
-	case mine && len(refused) > 0:
-		a := retry("there is room on-prem: it begins again with the first flavor", 0)
-		a.Changes = true
-		return a
-	case now.Sub(c.held[c.id(w)].since) >= forQuota:
-		c.drop(c.id(w))
-		return ready("on-prem, there is room and no quota")
-	case now.Sub(s.LastTransitionTime.Time) < pause:
-		return pending("there is room on-prem, and no quota yet")
-	}
-	return retry("there is room on-prem: it begins again with the first flavor", 0)
-}
-
-// mayReturn reports whether a workload in a cloud may be moved: its pods say that they checkpoint,
-// and it has been there for a while.
-func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) bool {
-	label := c.domain + "/" + checkpoints
-	return w.Admitted && now.Sub(s.LastTransitionTime.Time) >= stay &&
-		!slices.ContainsFunc(w.Sets, func(s Set) bool { return s.Labels[label] != "true" })
 }

@@ -96,6 +96,18 @@ func (c *cluster) Nodes() (out []*corev1.Node) {
 
 func (c *cluster) Stuck(string) []string { return nil }
 
+func (c *cluster) Members(id string) (pods, placed, owned int) {
+	for _, p := range c.pods {
+		if p.Hold != id || p.Ending || p.Done {
+			continue
+		}
+		if pods++; p.Node != "" {
+			placed++
+		}
+	}
+	return pods, placed, pods
+}
+
 func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *placer.Refusal) {
 	at, err := c.Books.Hold(id, name, groups, start)
 	no := new(placer.Refusal)

@@ -41,9 +41,7 @@
 //     is Ready once each pod has a seat on nodes of the flavors that Kueue chose.
 //   - "example.com/gpu-placer-cloud", for flavors of a cloud: is on-prem full? It is Ready if the
 //     workload has no room on the other nodes. If it has, the check is Retry, so that Kueue begins
-//     with the first flavor again; after 15 s without quota on-prem it is Ready. A workload that
-//     runs in a cloud comes back if there is room after ten seconds, and all its pods have the label
-//     "example.com/gpu.checkpoints: true": its check is Retry again, and Kueue ends it.
+//     with the first flavor again; after 15 s without quota on-prem it is Ready.
 //   - "example.com/gpu-placer-urgent", for queues of urgent work: is there room, if need be that of
 //     workloads of lower priority? The books name the fewest that must end ([placer.Books.Open]).
 //     Their checks are Retry, and the urgent one is Pending until they have gone. The placer never
@@ -60,6 +58,28 @@
 // the books hold it for 30 s, and Door allows the flavor again. Without the feature gate, or if the
 // first annotation is not the placer's, Kueue tries again after 15 s, and the workload keeps its
 // quota till then.
+//
+// Kueue chooses a flavor for each set of pods. If the quota on-prem is not enough for all sets of a
+// workload, some may be on-prem and others in a cloud. The first check then judges the sets on-prem
+// alone, the second one is Ready, and the workload stays as it is.
+//
+// # Back from a cloud
+//
+// The check of a workload in a cloud becomes Retry once there is room on-prem. The books hold that
+// room, and Kueue ends the workload and begins with the first flavor. This happens ten seconds after
+// the workload was admitted at the earliest, and to two kinds of workloads:
+//
+//   - All pods have the label "example.com/gpu.checkpoints: true".
+//   - No pod has a node, since the cloud is full, or an autoscaler is still making one. Nothing is
+//     lost then. But if the cloud has had room for one of the pods for less than 30 s, the workload
+//     stays, since its node has just come. Pods in a cloud get the same annotation as on-prem, so
+//     the books know which pods are the workload's. If no pod has it, the workload stays. It also
+//     stays if Kueue would delete a pod that has no controller, which makes another one.
+//
+// If Kueue has no quota for the room, the workload is in the cloud again 15 s later, and its check
+// says why. It is left there for ten minutes: the placer does not know quotas, and each try ends the
+// pods in vain. Workloads that wait in a cloud without a node, and those that wait without quota,
+// get room on-prem by their age.
 //
 // # Pending instead of Retry
 //

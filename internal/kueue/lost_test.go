@@ -33,18 +33,27 @@ type site struct {
 	seq   int
 }
 
-// newSite has nodes with one GPU of 79 units each.
+// newSite has nodes with one GPU of 79 units each, on-prem or, by their names, in a cloud.
 func newSite(t *testing.T, nodes ...string) *site {
 	s := &site{t: t, nodes: map[string]*corev1.Node{}, now: start}
 	for _, name := range nodes {
 		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
 		n.Labels = map[string]string{"site": "on-prem", corev1.LabelHostname: name}
+		if strings.HasPrefix(name, "cloud") {
+			n.Labels["site"] = "cloud"
+		}
 		n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
 		s.nodes[name] = n
 	}
 	s.view = View{
-		Flavors: map[string]*Flavor{"here": {Name: "here", Labels: map[string]string{"site": "on-prem"}}},
-		Checks:  map[string]*Check{"room": {Name: "room", Controller: "example.com/gpu-placer"}},
+		Flavors: map[string]*Flavor{
+			"here":  {Name: "here", Labels: map[string]string{"site": "on-prem"}},
+			"there": {Name: "there", Labels: map[string]string{"site": "cloud"}, Cloud: true},
+		},
+		Checks: map[string]*Check{
+			"room": {Name: "room", Controller: "example.com/gpu-placer"},
+			"full": {Name: "full", Controller: "example.com/gpu-placer-cloud"},
+		},
 	}
 	s.begin()
 	return s

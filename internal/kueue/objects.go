@@ -110,6 +110,8 @@ type Workload struct {
 	// Bare is true while it has no job: MultiKueue sends the workload first. Kueue's controller of the job takes the
 	// quota away (0.19). So a bare one that is evicted keeps its quota for ever, and its check is never asked again.
 	Bare bool
+	// OfPods is true if pods came to the queue by themselves: Kueue deletes them when it takes their quota away.
+	OfPods bool
 	// Woken is true if Kueue was asked to look at it, and nothing has happened to it since.
 	Woken bool
 	// QuotaAt is when it last got quota or lost it.
@@ -167,8 +169,8 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	w := &Workload{
 		UID: string(from.UID), Namespace: from.Namespace, Name: from.Name, Created: from.CreationTimestamp.Time,
 		Reserved: is("QuotaReserved"), Admitted: is("Admitted"), Evicted: is("Evicted"),
-		Over:   is("Finished") || from.DeletionTimestamp != nil || from.Spec.Active != nil && !*from.Spec.Active,
-		Bare:   len(from.OwnerReferences) == 0,
+		Over: is("Finished") || from.DeletionTimestamp != nil || from.Spec.Active != nil && !*from.Spec.Active,
+		Bare: len(from.OwnerReferences) == 0, OfPods: slices.ContainsFunc(from.OwnerReferences, isPod),
 		Checks: from.Status.AdmissionChecks, object: o,
 	}
 	if from.Spec.Priority != nil {
@@ -214,6 +216,9 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	}
 	return w, nil
 }
+
+// isPod reports whether an owner is a pod.
+func isPod(by metav1.OwnerReference) bool { return by.APIVersion == "v1" && by.Kind == "Pod" }
 
 const (
 	// allowedFlavors is Kueue's annotation of workloads with the flavors that they may have. It is

@@ -25,15 +25,17 @@ type wanted struct {
 	asks   bool
 }
 
-// where is a condition on nodes' labels. Conditions with the same key are the same.
+// where is a condition on nodes' labels. Conditions with the same key are the same. none is true if no node counts,
+// since the pods are not judged.
 type where struct {
 	key   string
 	holds func(labels map[string]string) bool
+	none  bool
 }
 
 // labelled is the condition that a node has some labels.
 func labelled(want map[string]string) where {
-	return where{fmt.Sprint(want), func(labels map[string]string) bool { return has(labels, want) }}
+	return where{key: fmt.Sprint(want), holds: func(labels map[string]string) bool { return has(labels, want) }}
 }
 
 // reaches remember the nodes that sets of pods may be on, while nodes and flavors stay as they are. A
@@ -119,7 +121,11 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 		} else {
 			out.asks = true
 		}
-		to := c.reaches.find(s, v, of(s))
+		at := of(s)
+		if at.none {
+			g.N, at.holds = 0, func(map[string]string) bool { return false }
+		}
+		to := c.reaches.find(s, v, at)
 		g.Among, g.Closed = to.open, to.closed
 		out.groups = append(out.groups, g)
 		out.shape += fmt.Sprint(g.Containers, g.Plain, g.N, to.sum)
@@ -162,16 +168,37 @@ func notJudged(w *Workload) string {
 	return ""
 }
 
-// byFlavors is the condition of the flavors that Kueue chose for a workload's sets, and of the nodes that
-// its pods were told.
-func (v *View) byFlavors(w *Workload) func(*Set) where {
+// byFlavors is the condition of the flavors that Kueue chose for a workload's sets, and of the nodes that its pods were
+// told. Sets of a workload that are in a cloud while others are on-prem are not judged: the cloud's check lets them go,
+// whether or not the cloud has nodes yet.
+func (c *Checks) byFlavors(w *Workload, v *View) func(*Set) where {
+	split := c.split(w, v)
 	return func(s *Set) where {
+		if split && v.far(s) {
+			return where{key: "none", none: true}
+		}
 		want := v.labels(s)
 		for i := range w.Checks {
 			maps.Copy(want, w.Checks[i].told(s.Name))
 		}
 		return labelled(want)
 	}
+}
+
+// split reports whether a workload has sets on-prem and others in a cloud: it has the checks of both.
+func (c *Checks) split(w *Workload, v *View) bool {
+	var here, there bool
+	for i := range w.Checks {
+		here = here || c.room(v, w.Checks[i].Name)
+		there = there || c.is(v, w.Checks[i].Name, cloudName)
+	}
+	return here && there
+}
+
+// far reports whether a set has a flavor of a cloud.
+func (v *View) far(s *Set) bool {
+	cloud := func(name string) bool { return v.Flavors[name] != nil && v.Flavors[name].Cloud }
+	return slices.ContainsFunc(s.Flavors, cloud)
 }
 
 // told is the node selector that a set's pods get of a check.

@@ -86,7 +86,7 @@ func TestReach(t *testing.T) {
 	v.Flavors = nil
 	want(&free, anywhere, "[a d]", "[b c]")
 	for i := range maxReaches + 10 {
-		r.find(&free, v, where{fmt.Sprint(i, time.Time{}), inX.holds})
+		r.find(&free, v, where{key: fmt.Sprint(i, time.Time{}), holds: inX.holds})
 	}
 	if len(r.known) > maxReaches {
 		t.Errorf("%d are remembered", len(r.known))

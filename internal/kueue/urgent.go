@@ -18,7 +18,7 @@ const lookAgain = time.Second
 // urgent answers whether there is room for an urgent workload, and has others make some where there
 // is none: ends are what these are told.
 func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *Answer, ends []Answer) {
-	want := c.want(w, v, v.byFlavors(w))
+	want := c.want(w, v, c.byFlavors(w, v))
 	h := c.held[c.id(w)]
 	if !want.asks || s.State != Pending || h != nil && h.by != w.UID {
 		if a = c.onPrem(w, s, v, now); a != nil && a.State.State == Retry {
@@ -53,7 +53,7 @@ func (c *Checks) urgent(w *Workload, s *CheckState, v *View, now time.Time) (a *
 		c.drop(c.id(y))
 		for i := range y.Checks {
 			if k := &y.Checks[i]; y.Reserved && c.room(v, k.Name) {
-				theirs := c.want(y, v, v.byFlavors(y))
+				theirs := c.want(y, v, c.byFlavors(y, v))
 				ends = append(ends, c.refuse(y, &theirs, -1, why).to(y, k, now))
 			}
 		}

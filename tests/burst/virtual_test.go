@@ -119,7 +119,7 @@ func (y way) run(t *testing.T, jobs []Job, every, longest time.Duration) (r *Rec
 			Logger: slog.New(slog.DiscardHandler), Now: time.Now})
 		for _, h := range w.hosts {
 			f.SetNode(h.node())
-			w.publish(h)
+			w.publish(h, h.Write())
 		}
 		for _, k := range []fleet.Kind{fleet.Nodes, fleet.Pods, fleet.GPUNodes} {
 			f.Listed(k)
@@ -283,7 +283,7 @@ func (k *task) schedule(pod *corev1.Pod, h *host) {
 	if k.pod != pod {
 		return
 	}
-	at, _, err := w.fleet.Place(w.t.Context(), string(pod.UID), []string{h.name})
+	at, _, err := w.fleet.Place(w.t.Context(), string(pod.UID), []string{h.Name})
 	if err != nil {
 		w.t.Error(err)
 	}
@@ -303,10 +303,10 @@ func (k *task) runs(pod *corev1.Pod, h *host) {
 		return
 	}
 	p := &k.Pods[k.p]
-	ids, err := h.admit(k.Name, k.Piece)
+	ids, err := h.Admit(k.Name, lab.Domain+"/"+k.Resource, k.Count)
 	if err != nil {
 		p.Refused = "UnexpectedAdmissionError"
-		w.t.Errorf("%s refuses %s: %v", h.name, pod.Name, err)
+		w.t.Errorf("%s refuses %s: %v", h.Name, pod.Name, err)
 		return
 	}
 	has := corev1.ResourceStatus{Name: corev1.ResourceName(lab.Domain + "/" + k.Resource)}
@@ -331,7 +331,7 @@ func (k *task) succeeds(pod *corev1.Pod, h *host) {
 	k.Pods[k.p].Succeeded = true
 	pod.Status.Phase = corev1.PodSucceeded
 	w.fleet.SetPod(pod.DeepCopy())
-	h.end(k.Name)
+	h.End(k.Name)
 	w.changed(h)
 	w.after(w.reacts, func() {
 		k.Done = w.now()
@@ -358,7 +358,7 @@ func (k *task) stop(then func()) {
 			}
 		}
 		w.fleet.DeletePod(string(pod.UID))
-		h.end(k.Name)
+		h.End(k.Name)
 		w.changed(h)
 		w.after(w.reacts, then)
 	})

@@ -33,6 +33,7 @@ const (
 	kueueVersion      = "v0.19.0"
 	liqoVersion       = "v1.2.0"
 	kuberayVersion    = "v1.4.2"
+	jobsetVersion     = "v0.12.0"
 	helmVersion       = "v3.19.0"
 )
 
@@ -169,6 +170,8 @@ func (l Layout) optional(source, goVersion string) map[string]part {
 			"-ldflags=-s -w", liqo+"liqo-controller-manager", liqo+"webhook", liqo+"crd-replicator", liqo+"virtual-kubelet", liqo+"liqoctl"),
 		"kuberay": l.goPart(source, goVersion, "KubeRay "+kuberayVersion, "kuberay", 2, "takes a few minutes on 2 cores", []string{"kuberay"},
 			"-ldflags=-s -w", "github.com/ray-project/kuberay/ray-operator"),
+		"jobset": l.goPart(source, goVersion, "JobSet "+jobsetVersion, "jobset", 2, "takes a few minutes on 2 cores", []string{"jobset"},
+			"-ldflags=-s -w", "sigs.k8s.io/jobset"),
 		"helm": l.goPart(source, goVersion, "Helm "+helmVersion, "helm", 2, "takes a minute or two on 2 cores", []string{"helm"},
 			"-ldflags=-s -w -X helm.sh/helm/v3/internal/version.version="+helmVersion+kubernetes, "helm.sh/helm/v3/cmd/helm"),
 	}

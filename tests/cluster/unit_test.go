@@ -21,6 +21,7 @@ func TestVersions(t *testing.T) {
 		"kueue":      "require sigs.k8s.io/kueue " + kueueVersion + "\n",
 		"liqo":       "require github.com/liqotech/liqo " + liqoVersion + "\n",
 		"kuberay":    "require github.com/ray-project/kuberay/ray-operator " + kuberayVersion + "\n",
+		"jobset":     "require sigs.k8s.io/jobset " + jobsetVersion + "\n",
 		"helm":       "\thelm.sh/helm/v3 " + helmVersion + " ",
 
 		"kubernetes/v1.34": "\tk8s.io/kubernetes " + kubernetes134 + "\n",

@@ -9,8 +9,8 @@
 //	s.Scheduler(t, "")
 //	err := s.Do(t, nil, http.MethodPost, "/api/v1/nodes", plane.JSON, node, nil)
 //
-// [Server.Kueue] starts the real Kueue, which is built by `cluster build --with kueue`, and
-// [Server.StartPlacer] the product's placer.
+// [Server.Kueue], [Server.KubeRay] and [Server.JobSet] start the real ones, which are built by `cluster build --with
+// kueue --with kuberay --with jobset`, and [Server.StartPlacer] starts the product's placer.
 //
 // Who runs on the nodes, and what is installed, is the caller's business.
 package plane

@@ -17,9 +17,9 @@ import (
 // and without webhooks, as KubeRay's manifests have it by default.
 func (s *Server) KubeRay(t testing.TB) {
 	t.Helper()
-	program := Program(t, "kuberay")
+	program, source := Program(t, "kuberay"), moduleSource(t, "kuberay", "github.com/ray-project/kuberay/ray-operator")
 	for _, kind := range []string{"rayclusters", "rayjobs", "rayservices"} {
-		text, err := os.ReadFile(filepath.Join(kubeRaySource(t), "config", "crd", "bases", "ray.io_"+kind+".yaml"))
+		text, err := os.ReadFile(filepath.Join(source, "config", "crd", "bases", "ray.io_"+kind+".yaml"))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -37,22 +37,22 @@ func (s *Server) KubeRay(t testing.TB) {
 		"--metrics-addr", FreeAddress(t), "--health-probe-bind-address", FreeAddress(t))
 }
 
-// kubeRaySource is the directory of KubeRay's module, in the version that is built.
-func kubeRaySource(t testing.TB) string {
+// moduleSource is the directory of a module, in the version that is built: that of a module below tests/cluster.
+func moduleSource(t testing.TB, of, module string) string {
 	t.Helper()
 	top, err := exec.CommandContext(t.Context(), "go", "env", "GOMOD").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), "go", "mod", "download", "-json", "github.com/ray-project/kuberay/ray-operator")
-	cmd.Dir = filepath.Join(filepath.Dir(string(top)), "tests", "cluster", "kuberay")
+	cmd := exec.CommandContext(t.Context(), "go", "mod", "download", "-json", module)
+	cmd.Dir = filepath.Join(filepath.Dir(string(top)), "tests", "cluster", of)
 	out, err := cmd.Output()
 	var said struct{ Dir string }
 	if err == nil {
 		err = json.Unmarshal(out, &said)
 	}
 	if err != nil || said.Dir == "" {
-		t.Fatalf("find KubeRay's module: %v: %s", err, out)
+		t.Fatalf("find the module %s: %v: %s", module, err, out)
 	}
 	return said.Dir
 }

@@ -411,8 +411,8 @@ func (c *cluster) patience(t *testing.T) {
 	}
 }
 
-// TestCloudThatStartsAtZero: a cloud has no node until a job needs one. The job is admitted to it, and runs as soon as an
-// autoscaler has made the node.
+// TestCloudThatStartsAtZero: a cloud has no node until a job needs one. The job is admitted to it. If on-prem gets room
+// before its node is there, it runs on-prem; otherwise it runs as soon as an autoscaler has made the node.
 func TestCloudThatStartsAtZero(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it: the export is compared with golden files, and the check played with the real books")
@@ -425,13 +425,25 @@ func TestCloudThatStartsAtZero(t *testing.T) {
 		c.send(job{name: fmt.Sprint("fills-", i), asks: map[string]int{memory: 60}})
 		c.awaitAt(fmt.Sprint("fills-", i), "on-prem", 1)
 	}
-	c.send(job{name: "first", asks: map[string]int{memory: 60}})
-	c.awaitSays(t, "first", "Admitted=True")
-	if w, err := c.workload("first"); err != nil || w.Status.Admission == nil ||
-		!strings.HasPrefix(w.Status.Admission.PodSetAssignments[0].Flavors[memory], "cloud") {
-		t.Fatalf("it is not in the cloud: %v; %s", err, c.says("first"))
+	for _, name := range []string{"first", "second"} {
+		c.send(job{name: name, asks: map[string]int{memory: 60}})
+		c.awaitSays(t, name, "Admitted=True")
+		if w, err := c.workload(name); err != nil || w.Status.Admission == nil ||
+			!strings.HasPrefix(w.Status.Admission.PodSetAssignments[0].Flavors[memory], "cloud") {
+			t.Fatalf("%s is not in the cloud: %v; %s", name, err, c.says(name))
+		}
+	}
+	c.end("fills-0")
+	c.awaitAt("first", "on-prem", 1)
+	if nodes, err := c.running("second"); err != nil || len(nodes) > 0 {
+		t.Errorf("the second one runs on %v: %v", nodes, err)
 	}
 	c.startNode(node{"cloud-1", "cloud", shared})
-	c.awaitAt("first", "cloud", 1)
+	c.awaitAt("second", "cloud", 1)
+	// One that has begun there stays.
+	c.end("first")
+	c.send(job{name: "third", asks: map[string]int{memory: 60}})
+	c.awaitAt("third", "on-prem", 1)
+	c.awaitAt("second", "cloud", 1)
 	c.noneRefused()
 }

@@ -196,8 +196,8 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{run(bin("cluster"), "build", "--with", "helm")},
 		},
 		{
-			name: "kueue", what: "the managers of Kueue and KubeRay", after: []string{"node"}, lane: beside, set: whole,
-			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
+			name: "kueue", what: "the managers of Kueue, KubeRay and JobSet", after: []string{"node"}, lane: beside, set: whole,
+			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay", "--with", "jobset")},
 		},
 		{
 			name: "release", what: "images and releases: reproducible, whole, published whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside, set: whole, reads: []string{"deployments", "docs"},
