@@ -37,13 +37,17 @@ const (
 	outside = -1
 )
 
-// half says in which of the two programs a package is: the agent, which believes its driver,
-// its kubelet and its own records, or the placer, which believes nobody.
+// half says in which program a package is: the agent, which believes its driver, its kubelet and its
+// own records, or the placer, which believes nobody. The plugin for kubectl is beside these two
+// halves.
 type half string
 
 const (
 	agent  half = "agent"
 	placer half = "placer"
+	// plugin is the kubectl plugin, which runs where people work. It has packages of its own, and of
+	// the others only those of both halves.
+	plugin half = "plugin"
 	// both is for the few packages that the two programs share: the arithmetic of pieces, the
 	// GPUNode, and how an API server and an HTTP server are spoken to.
 	both half = "both"
@@ -106,6 +110,7 @@ var packages = []entry{
 	{"internal/usage", 1, agent, "the usage journal's records, the book and the reports that follow from them"},
 	{"internal/status", 1, both, "what people and programs are told: values, text and page"},
 	{"internal/placer", 1, placer, "the books of a fleet: whether pods fit, and on which node"},
+	{"internal/diagnosis", 1, plugin, "why a pod, a Job or a node has no GPU: from objects to one cause"},
 	{"internal/gpunode", 1, both, "the GPUNode object: what a node tells the cluster of its GPUs"},
 	{"internal/export", 1, agent, "what other schedulers and autoscalers are told of a cluster's GPUs, as YAML"},
 	{"internal/label", 1, agent, "the node's labels, from inventory, links and partition"},
@@ -373,7 +378,7 @@ func (h *inspector) imports(p, dir string, r entry, target string) {
 	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path) && !under(r.path, to.path):
 		h.add(p, "imports its sibling %s: a package of floor %d knows one outside system; where two must meet, the floor above passes plain values between them", own, r.floor)
 	case to.half != both && to.half != r.half:
-		h.add(p, "imports %s, from the half %q to the half %q: the agent and the placer are two programs, and what is of one is no concern of the other; what both need is a package of both, with its reason in shared", own, r.half, to.half)
+		h.add(p, "imports %s, from the half %q to the half %q: the agent, the placer and the plugin are programs of their own, and what is of one is no concern of the others; what both need is a package of both, with its reason in shared", own, r.half, to.half)
 	}
 }
 
@@ -455,6 +460,9 @@ func TestRulesBite(t *testing.T) {
 		{"the common part of a door and a half", "internal/kube/x.go", source(module+"/internal/kube/agentkube", ""), "its sibling internal/kube/agentkube"},
 		{"the other half of a door", "internal/obs/placerobs/x.go", source(module+"/internal/obs/agentobs", ""), "its sibling internal/obs/agentobs"},
 		{"the placer knows the agent", "internal/fleet/x.go", source(module+"/internal/ledger", ""), `from the half "placer" to the half "agent"`},
+		{"the plugin knows the agent", "internal/diagnosis/x.go", source(module+"/internal/plan", ""), `from the half "plugin" to the half "agent"`},
+		{"the placer knows the plugin", "internal/fleet/x.go", source(module+"/internal/diagnosis", ""), `from the half "placer" to the half "plugin"`},
+		{"the plugin knows what is shared", "internal/diagnosis/x.go", source(module+"/internal/gpunode", ""), ""},
 		{"the agent knows the placer", "internal/agent/x.go", source(module+"/internal/placer", ""), `from the half "agent" to the half "placer"`},
 		{"what is shared knows a half", "internal/gpunode/x.go", source(module+"/internal/ledger", ""), `from the half "both" to the half "agent"`},
 		{"what is shared", "internal/fleet/x.go", source(module+"/internal/gpunode "+module+"/pkg/gpu", ""), ""},

@@ -29,6 +29,11 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		ready.Message = cmp.Or(at.snap.Missing, "the first round has not ended")
 	}
 	out.Conditions = []gpunode.Condition{ready}
+	if o := &at.snap.Outcome; at.snap.Heard && o.State != Applied {
+		out.Conditions = append(out.Conditions, gpunode.Condition{Type: gpunode.Applied, Status: gpunode.False,
+			Reason: cmp.Or(o.Reason, status.Starting), Message: fmt.Sprintf("partition %s is %s: the Node's annotation %s says why",
+				cmp.Or(o.Partition, "of this node"), o.State, MessageAnnotation)})
+	}
 	for i := range s.GPUs {
 		g, d := &s.GPUs[i], at.snap.hardware.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
 		layout := at.snap.shape.Layouts[d.UUID]

@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -83,7 +84,7 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 		want []string
 	}{
 		"no partition": {do: func(b *bench) { b.SetFile("p.yaml", []byte("version: v1\npartitions:\n  x: []\n")) },
-			want: []string{"0  not Available: PartitionUnset", "1  not Available: PartitionUnset", "not Ready: Starting", "2 unset |  |  | 100%"}},
+			want: []string{"0  not Available: PartitionUnset", "1  not Available: PartitionUnset", "not Ready: Starting", "not Applied: PartitionsInvalid", "2 unset |  |  | 100%"}},
 		"off": {file: "version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: off\n    - devices: [1]\n      mode: whole\n",
 			want: []string{"0 off not Available: NotOffered", "1 whole device-plugin whole used [] free 1/1 largest 1",
 				"gpu free 1/1 largest 1", "1 whole, 1 off | gpu 1/1 | gpu 1 | 0%"}},
@@ -103,7 +104,7 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 			b.hold("a", memResource, string(uuid(0))+"::1")
 			b.SetFile("p.yaml", []byte(allWhole))
 		}, want: []string{"0 shared device-plugin units by api used [1] free 0/4 largest 0 not Available: HeldByPods", "1 whole device-plugin whole used [] free 1/1 largest 1",
-			"gpu free 1/1 largest 1", "gpu-mem free 0/4 largest 0", "1 whole, 1 shared | gpu 1/1, gpu-mem 0/4 | gpu 1, gpu-mem 0 | 50%"}},
+			"not Applied: HeldByPods", "gpu free 1/1 largest 1", "gpu-mem free 0/4 largest 0", "1 whole, 1 shared | gpu 1/1, gpu-mem 0/4 | gpu 1, gpu-mem 0 | 50%"}},
 		"unhealthy": {file: allShared, do: func(b *bench) {
 			b.hold("a", memResource, string(uuid(1))+"::1")
 			b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
@@ -183,7 +184,41 @@ func TestGPUNodeOfForeignInstances(t *testing.T) {
 		b := start(t, o, t.TempDir(), migPartition(twoLarge))
 		defer b.end()
 		time.Sleep(time.Minute)
-		b.wantGPUNode(`0 mig device-plugin placement by hardware used [] blocked [1g.10gb@0] warm [] largest ""`, "1 mig | mig 0/8 memory slices | mig 0 | 100%")
+		b.wantGPUNode(`0 mig device-plugin placement by hardware used [] blocked [1g.10gb@0] warm [] largest ""`, "not Applied: ForeignInstance",
+			"1 mig | mig 0/8 memory slices | mig 0 | 100%")
+	})
+}
+
+// Any user of the API may read the object, so what a change waits for is named on the Node alone.
+func TestGPUNodeSaysThatAPartitionWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		applied := func() (out []gpunode.Condition) {
+			synctest.Wait()
+			for _, c := range b.GPUNode(gpunode.InPods).Conditions {
+				if c.Type == gpunode.Applied {
+					out = append(out, c)
+				}
+			}
+			return out
+		}
+		time.Sleep(time.Minute)
+		if c := applied(); c != nil {
+			t.Errorf("a partition in force has the condition %+v", c)
+		}
+		b.hold("a", memResource, string(uuid(0))+"::1")
+		b.SetFile("p.yaml", []byte(allWhole))
+		c := applied()
+		if len(c) != 1 || c[0].Status != gpunode.False || c[0].Reason != status.HeldByPods ||
+			c[0].Message != "partition default is blocked: the Node's annotation gpu.partition.message says why" {
+			t.Errorf("a blocked one has %+v", c)
+		}
+		b.drop("a")
+		time.Sleep(time.Minute)
+		if c := applied(); c != nil {
+			t.Errorf("after the end of its holder it has %+v", c)
+		}
 	})
 }
 

@@ -27,7 +27,7 @@ const Site = "gpu.site"
 type Status struct {
 	// Summary is for people who list nodes.
 	Summary Summary `json:"summary"`
-	// Conditions has the condition Ready.
+	// Conditions has the condition Ready, and Applied while that is False.
 	Conditions []Condition `json:"conditions,omitempty" max:"16"`
 	// MemoryUnitMiB is the size of one device of gpu-mem, in MiB.
 	MemoryUnitMiB int `json:"memoryUnitMiB,omitempty" max:"16777216"`
@@ -231,6 +231,9 @@ const (
 const (
 	// Ready is a condition of the node: the agent runs, and the object is what it offers.
 	Ready = "Ready"
+	// Applied is a condition of the node, which exists only while it is False: the node's partition
+	// is not in force. It names no pods: any user of the API may read the object.
+	Applied = "Applied"
 	// Healthy is a condition of a GPU: it has no fault.
 	Healthy = "Healthy"
 	// Available is a condition of a GPU: what is free of it may be given out. It is False if the

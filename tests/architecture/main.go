@@ -56,7 +56,8 @@ type entry struct {
 
 // halves are the columns of the picture, from the left to the right, and what stands above
 // them. What both have stands in the middle.
-var halves = []struct{ half, title string }{{"agent", "the agent"}, {"both", "both"}, {"placer", "the placer"}}
+var halves = []struct{ half, title string }{{"agent", "the agent"}, {"both", "both"}, {"placer", "the placer"},
+	{"plugin", "kubectl gpu"}}
 
 func column(half string) int {
 	for i, h := range halves {
@@ -337,7 +338,7 @@ func draw(packs map[string]*pack, rows [][]*pack, edges []float64) []byte {
   <!-- SPDX-License-Identifier: Apache-2.0 -->
   <!-- Written by go run ./tests/architecture -->
   <title id="t">The packages of gpu-agent by floor</title>
-  <desc id="d">Each box is a package, each arrow an import. Imports go downward only, from floor 5, the command, to floor 0, the words. On the left is the agent, on the right the placer, between them what both have. Names without pkg or cmd before them are below internal.</desc>
+  <desc id="d">Each box is a package, each arrow an import. Imports go downward only, from floor 5, the command, to floor 0, the words. On the left is the agent, on the right the placer, between them what both have, and at the right edge the kubectl plugin. Names without pkg or cmd before them are below internal.</desc>
   <rect width="%[1]d" height="%[2]d" rx="8" fill="#fff"/>
 `, width, height)
 	for low := 0; low < len(rows); {
