@@ -67,10 +67,12 @@ type entry struct {
 var packages = []entry{
 	{"cmd/gpu-agent", 5, agent, "flags, options, wiring; decides nothing"},
 	{"cmd/gpu-placer", 5, placer, "the same for the placer"},
+	{"cmd/kubectl-gpu", 5, plugin, "the same for the plugin for kubectl"},
 	{"internal/agent", 4, agent, "the loop"},
 	{"internal/advise", 4, agent, "which partition would have served a node's past demand best"},
 	{"internal/cleanup", 4, agent, "takes away what agents have left on a node"},
 	{"internal/fleet", 4, placer, "the placer's process: a cluster in the books, and the doors to them"},
+	{"internal/kubectlgpu", 3, plugin, "what the plugin's commands do: table, pages of agents, bundles, examples"},
 	{"internal/deviceplugin", 3, agent, "the front-end for the kubelet's device-plugin API"},
 	{"internal/dra", 3, agent, "the front-end for dynamic resource allocation"},
 	{"internal/guard", 3, agent, "the watchdog over containers' GPU memory"},
@@ -85,6 +87,7 @@ var packages = []entry{
 	{"internal/command", 2, both, "a program's command line: flags, environment, help, exit codes"},
 	{"internal/kube", 2, both, "the API server: connection, watches, lists"},
 	{"internal/kube/agentkube", 2, agent, "what an agent reads and writes at the API server"},
+	{"internal/kube/pluginkube", 2, plugin, "what the plugin reads at the API server, and ports of the agents' pods"},
 	{"internal/kube/placerkube", 2, placer, "what a placer reads and writes at the API server"},
 	{"internal/extender", 2, placer, "kube-scheduler's HTTP extender protocol"},
 	{"internal/kueue", 2, placer, "Kueue's admission checks: whether a workload has room for all of its pods"},
@@ -151,7 +154,7 @@ var shared = map[string]string{
 var tools = []string{"internal/atomicfile", "internal/socket", "pkg/gpu/nvml/internal/ctxlock"}
 
 // mains are the programs of the product.
-var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "pkg/memcap/lib/hide"}
+var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "cmd/kubectl-gpu", "pkg/memcap/lib/hide"}
 
 // doors are outside systems that one package alone knows, by the prefix of their import
 // path. What has no owner is known by no package.

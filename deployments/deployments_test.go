@@ -20,7 +20,9 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/kube/pluginkube"
 	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/dra"
@@ -113,6 +115,46 @@ type rule struct {
 	cluster         bool
 }
 
+// peoplesRoles are the roles of people, which no account of a program has.
+var peoplesRoles = []string{"gpu-agent-view", "gpu-agent-operator"}
+
+// The roles of people grant what the plugin for kubectl uses, and are bound to nobody.
+func TestPeoplesRBACIsWhatThePluginUses(t *testing.T) {
+	objects := base(t)
+	for _, test := range []struct {
+		kind, name string
+		uses       [][]kube.Rule
+	}{
+		{"ClusterRole", "gpu-agent-view", [][]kube.Rule{pluginkube.ViewRules}},
+		{"ClusterRole", "gpu-agent-operator", [][]kube.Rule{pluginkube.ViewRules, pluginkube.OperatorRules}},
+		{"Role", "gpu-agent-operator", [][]kube.Rule{pluginkube.AgentRules}},
+	} {
+		var have, want []rule
+		for _, rr := range as[role](t, one(t, objects, test.kind, test.name)).Rules {
+			if len(rr.APIGroups) != 1 || len(rr.Resources) != 1 {
+				t.Fatalf("%s: one group and one resource a rule, so that each has its reason: %+v", test.name, rr)
+			}
+			if narrowed := rr.Resources[0] == "configmaps"; narrowed != slices.Equal(rr.ResourceNames, []string{"gpu-partitions"}) {
+				t.Errorf("%s: %s is narrowed to %q", test.name, rr.Resources[0], rr.ResourceNames)
+			}
+			have = append(have, rule{strings.TrimSuffix(rr.Resources[0]+"."+rr.APIGroups[0], "."), strings.Join(rr.Verbs, " "), test.kind == "ClusterRole"})
+		}
+		for _, list := range test.uses {
+			for _, r := range list {
+				want = append(want, rule{strings.TrimSuffix(r.Resource+"."+r.APIGroup, "."), strings.Join(r.Verbs, " "), r.Cluster})
+			}
+		}
+		if !slices.Equal(have, want) {
+			t.Errorf("%s %s grants\n%+v\npluginkube uses\n%+v", test.kind, test.name, have, want)
+		}
+	}
+	for _, o := range objects {
+		if strings.HasSuffix(o.Kind, "RoleBinding") && slices.Contains(peoplesRoles, o.Metadata.Name) {
+			t.Errorf("%s: %s %s binds a role of people", o.file, o.Kind, o.Metadata.Name)
+		}
+	}
+}
+
 // grants are the rights that objects give to an account, which has the name of its
 // namespace. All bindings are for it and refer to roles of their own name.
 func grants(t *testing.T, objects []object, name, account string) []rule {
@@ -120,7 +162,7 @@ func grants(t *testing.T, objects []object, name, account string) []rule {
 	var have []rule
 	for _, o := range objects {
 		kind := o.Kind
-		if kind != "ClusterRole" && kind != "Role" {
+		if kind != "ClusterRole" && kind != "Role" || slices.Contains(peoplesRoles, o.Metadata.Name) {
 			continue
 		}
 		for _, rr := range as[role](t, o).Rules {

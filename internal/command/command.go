@@ -26,7 +26,8 @@ type Program struct {
 const helpWidth = 110
 
 // New makes a program. root is its root command, with all others except help and completion;
-// prefix begins its environment variables. A command whose Args is nil takes no arguments.
+// prefix begins its environment variables. A command whose Args is nil takes no arguments. A command
+// that has others below it is run without arguments if it has a RunE.
 func New(root *cobra.Command, prefix string) *Program {
 	p := &Program{root: root, prefix: prefix}
 	root.SilenceErrors, root.SilenceUsage = true, true
@@ -40,7 +41,7 @@ func New(root *cobra.Command, prefix string) *Program {
 		c.Flags().BoolP("help", "h", false, "print this help")
 		switch {
 		case c.HasSubCommands():
-			c.Args, c.RunE = cobra.ArbitraryArgs, noCommand
+			c.Args, c.RunE = cobra.ArbitraryArgs, alone(c.RunE)
 		case c.Args == nil:
 			c.Args, c.ValidArgsFunction = noArguments, cobra.NoFileCompletions
 		}
@@ -80,6 +81,17 @@ func (p *Program) commands() []*cobra.Command {
 		out = slices.Insert(out, i+1, slices.DeleteFunc(own, func(c *cobra.Command) bool { return c.Hidden })...)
 	}
 	return out
+}
+
+// alone returns how a command runs that has others below it: by run if there are no arguments and
+// run is not nil, and otherwise by noCommand.
+func alone(run func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
+	return func(c *cobra.Command, args []string) error {
+		if run == nil || len(args) > 0 {
+			return noCommand(c, args)
+		}
+		return run(c, args)
+	}
 }
 
 // noCommand runs a command that has others below it: it returns an error of wrong usage.

@@ -13,7 +13,7 @@ import (
 
 // completion makes `completion SHELL`.
 func (p *Program) completion() *cobra.Command {
-	name := p.root.Name()
+	name := p.root.CommandPath()
 	shells := []struct {
 		name string
 		gen  func(io.Writer) error

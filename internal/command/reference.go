@@ -64,7 +64,7 @@ func (p *Program) gather(c *cobra.Command, flags []use) {
 
 // short returns a command's name without the program's.
 func (p *Program) short(c *cobra.Command) string {
-	return strings.TrimPrefix(c.CommandPath(), p.root.Name()+" ")
+	return strings.TrimPrefix(c.CommandPath(), p.root.CommandPath()+" ")
 }
 
 // Flaws returns what is wrong with the program's commands and flags: one without a description
@@ -110,7 +110,7 @@ func (p *Program) Flaws() (out []string) {
 func (p *Program) Reference() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "### Commands\n\n`%s COMMAND --help` explains a command, with an example.\n\n"+
-		"| command | does |\n|---|---|\n", p.root.Name())
+		"| command | does |\n|---|---|\n", p.root.CommandPath())
 	for _, c := range p.commands() {
 		if !c.HasSubCommands() {
 			c.DisableFlagsInUseLine = true

@@ -5,6 +5,7 @@ package diagnosis
 import (
 	"encoding/json"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -362,5 +363,26 @@ func TestCodesHaveNextSteps(t *testing.T) {
 	}
 	if len(next) > len(Codes) {
 		t.Error("a step is of no code")
+	}
+}
+
+// The documentation explains each code, in the same order.
+func TestDocsNameEveryCode(t *testing.T) {
+	text, err := os.ReadFile("../../docs/kubectl.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(text), "| code | means |\n|---|---|\n")
+	table, _, _ = strings.Cut(table, "\n\n")
+	var have []string
+	for row := range strings.SplitSeq(table, "\n") {
+		have = append(have, strings.Trim(strings.Split(row, "|")[1], " `"))
+	}
+	var want []string
+	for _, c := range Codes {
+		want = append(want, string(c))
+	}
+	if !slices.Equal(have, want) {
+		t.Errorf("the table has %q, the code %q", have, want)
 	}
 }

@@ -15,7 +15,7 @@ import (
 // serve answers a request that is allowed and that no Fault has answered.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, namespace, name string, body []byte) {
 	switch of, _, _ := strings.Cut(resource, "/"); {
-	case of == "gpunodes" && verb != "list" && verb != "watch":
+	case of == "gpunodes" && verb != "list" && verb != "watch" && verb != "get":
 		s.writeGPUNode(w, r, verb, resource, name, body)
 	case resource == "resourceslices" && verb == "list":
 		s.listSlices(w, r.URL.Query().Get("fieldSelector"))
@@ -25,8 +25,17 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 		s.serveLease(w, verb, namespace, name, body)
 	case of == "resourceclaims":
 		s.serveClaims(w, r, verb, namespace, name, body)
+	case resource == "pods/log":
+		s.log(w, r, namespace, name)
+	case resource == "pods/portforward":
+		s.forward(w, r, namespace, name)
+	case verb == "get":
+		s.get(w, resource, namespace, name)
+	case verb == "delete" && resource == "pods":
+		s.Put(resource, namespace, name, nil)
+		Answer(w, Failed(200, ""))
 	case verb == "list" && name == "":
-		s.listAll(w, r, resource)
+		s.listAll(w, r, resource, namespace)
 	case verb == "list":
 		s.list(w, resource, namespace, name)
 	case verb == "watch":
@@ -44,16 +53,22 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 
 // listAll answers with all objects of a resource, page by page. It keeps no snapshots: if an object
 // has changed between two pages, the continue token has expired.
-func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource string) {
+func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource, namespace string) {
 	query := r.URL.Query()
-	if want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]; query.Get("fieldSelector") != want {
+	picks := namespace != "" || query.Get("labelSelector") != ""
+	if want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]; !picks && query.Get("fieldSelector") != want {
+		Refuse(w, 400, "BadRequest")
+		return
+	}
+	chosen, err := selection(query.Get("labelSelector"), query.Get("fieldSelector"), namespace)
+	if err != nil {
 		Refuse(w, 400, "BadRequest")
 		return
 	}
 	s.Mu.Lock()
 	version := strconv.Itoa(s.Version)
 	s.Mu.Unlock()
-	items := slices.DeleteFunc(s.All(resource), ended)
+	items := slices.DeleteFunc(s.All(resource), func(o map[string]any) bool { return !picks && ended(o) || picks && !chosen(o) })
 	metadata := map[string]any{"resourceVersion": version}
 	first, at, more := strings.Cut(query.Get("continue"), "@")
 	if more && at != version {

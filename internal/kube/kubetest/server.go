@@ -58,6 +58,14 @@ type Server struct {
 	// Deaf is true if watches do not end after the time that they asked for.
 	Deaf bool
 	cut  chan struct{} // closed to cut all streams
+	// Forbidden are requests that the server refuses without failing the test: "list nodes".
+	Forbidden map[string]bool
+	// Logs are the logs of containers, by "namespace/pod/container", and with "/previous" those of
+	// the run before.
+	Logs map[string]string
+	// Ports are what listens in pods, by "namespace/pod": the address that a forwarded connection
+	// is connected to.
+	Ports map[string]string
 }
 
 // Change is an event of a watch. Its kind is ADDED, MODIFIED, DELETED or ERROR; its key has the
@@ -224,7 +232,7 @@ var kinds = map[string]string{
 	"resourceslices.authentication.liqo.io": "ResourceSlice", "tenants.authentication.liqo.io": "Tenant",
 	"workloads.kueue.x-k8s.io": "Workload", "resourceflavors.kueue.x-k8s.io": "ResourceFlavor",
 	"admissionchecks.kueue.x-k8s.io": "AdmissionCheck", "gpunodes": "GPUNode", "resourceslices": "ResourceSlice",
-	"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease",
+	"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease", "jobs": "Job",
 }
 
 // Clone returns a deep copy.
@@ -293,7 +301,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	path := strings.TrimPrefix(strings.TrimPrefix(r.URL.Path, "/api/v1/"), "/apis/resource.k8s.io/v1/")
-	path = strings.TrimPrefix(path, "/apis/coordination.k8s.io/v1/")
+	path = strings.TrimPrefix(strings.TrimPrefix(path, "/apis/coordination.k8s.io/v1/"), "/apis/batch/v1/")
 	foreign := ""
 	for _, group := range foreignGroups {
 		if rest, is := strings.CutPrefix(path, "/apis/"+group+"/"); is {
@@ -335,9 +343,11 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if verb == "patch" && resource == "resourceclaims/status" {
 		s.Used["associated-node:patch resourceclaims/driver"] = true // the server also checks this permission
 	}
-	fault, dry := s.Fault, s.Dry
+	fault, dry, forbidden := s.Fault, s.Dry, s.Forbidden[verb+" "+resource]
 	s.Mu.Unlock()
 	switch {
+	case forbidden:
+		Refuse(w, 403, "Forbidden")
 	case !allowed:
 		s.T.Errorf("request beyond what is allowed: %s %s", verb, resource)
 		Refuse(w, 403, "Forbidden")
