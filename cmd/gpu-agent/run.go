@@ -58,6 +58,8 @@ type runFlags struct {
 	numaHints  command.Choice
 	usage      usageFlags
 	log        command.Log
+	// flags are all of these, as they were given.
+	flags *pflag.FlagSet
 }
 
 func (f *runFlags) register(fs *pflag.FlagSet) {
@@ -137,6 +139,7 @@ offers the pieces to the kubelet, and keeps an account of who has them.`,
 		},
 	}
 	f.register(c.Flags())
+	f.flags = c.Flags()
 	return c
 }
 
@@ -369,6 +372,7 @@ func (d *daemon) serve(ctx context.Context, f *runFlags, plugins *plugin.Kubelet
 	page := agentobs.New(agentobs.Options{
 		Addr: f.http, Logger: d.log, Metrics: d.metrics, Healthy: d.loop.Healthy, Ready: d.loop.Ready, Status: d.status,
 		Account: f.usage.metrics(f.nodeName, d.worlds.Account, d.status),
+		Within:  f.within(agentobs.Within{Foresee: d.loop.Foresee}),
 	})
 	door := agentobs.Door{Path: filepath.Join(f.node.stateDir, state.Socket), Logger: d.log, Foresee: d.loop.Foresee}
 	services := []func(context.Context) error{

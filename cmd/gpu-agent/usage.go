@@ -236,31 +236,39 @@ func (r *usageReport) naming() (func(*account.Grant) string, error) {
 	return nil, command.Usagef("--by %q: write namespace, pod or label=KEY", r.by)
 }
 
-// sums prints what was granted and used.
-func (r *usageReport) sums(c console) error {
+// granted returns what was granted and used, and writes notes on what the journal lacks.
+func (r *usageReport) granted(notes io.Writer) ([]account.Sum, error) {
 	by, err := r.naming()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	from, err := r.moment("since", r.since, time.Time{})
 	if err != nil {
-		return err
+		return nil, err
 	}
 	to, err := r.moment("until", r.until, r.now)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if !to.After(from) {
-		return command.Usagef("--until is not after --since")
+		return nil, command.Usagef("--until is not after --since")
 	}
 	report := account.NewReport(from, to, by)
 	book := account.NewBook(report)
 	left := account.Dropped{}
 	if err := readJournal(r.dir, from, left.Noting(book.Apply)); err != nil {
+		return nil, err
+	}
+	printRemoved(notes, left, from)
+	return report.Sum(book), nil
+}
+
+// sums prints what was granted and used.
+func (r *usageReport) sums(c console) error {
+	sums, err := r.granted(c.err)
+	if err != nil {
 		return err
 	}
-	printRemoved(c.err, left, from)
-	sums := report.Sum(book)
 	heads := []string{
 		strings.ToUpper(r.by), "GRANTS",
 		"GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS",
@@ -331,20 +339,28 @@ func printRemoved(out io.Writer, left account.Dropped, from time.Time) {
 	}
 }
 
-// presence prints who held something at a time.
-func (r *usageReport) presence(c console) error {
+// had returns who held something at a time, and writes notes on what the journal lacks.
+func (r *usageReport) had(notes io.Writer) ([]account.Had, error) {
 	at, err := r.moment("at", r.at, r.now)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	who := account.NewPresence(at, r.gpu)
 	book := account.NewBook(who)
 	left := account.Dropped{}
 	if err := readJournal(r.dir, at, left.Noting(book.Apply)); err != nil {
+		return nil, err
+	}
+	printRemoved(notes, left, at)
+	return who.Who(book), nil
+}
+
+// presence prints who held something at a time.
+func (r *usageReport) presence(c console) error {
+	had, err := r.had(c.err)
+	if err != nil {
 		return err
 	}
-	printRemoved(c.err, left, at)
-	had := who.Who(book)
 	stamp := func(t time.Time) string {
 		if t.IsZero() {
 			return ""

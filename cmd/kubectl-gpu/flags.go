@@ -61,25 +61,18 @@ func oneNode(c *cobra.Command, args []string) error {
 	return nil
 }
 
-// completeNodes completes the names of nodes that have a GPUNode.
-func completeNodes(to *connection) cobra.CompletionFunc {
+// completeNodes completes the names of nodes that have a GPUNode, as at most so many arguments; less
+// than 0 is any number.
+func completeNodes(to *connection, most int) cobra.CompletionFunc {
 	return func(c *cobra.Command, args []string, _ string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		if len(args) > 0 {
+		if most >= 0 && len(args) >= most {
 			return nil, cobra.ShellCompDirectiveNoFileComp
 		}
-		return nodeNames(c, to), cobra.ShellCompDirectiveNoFileComp
+		client, err := to.open()
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		names, _ := client.Names(c.Context(), "node", "") // a shell shows no errors
+		return names, cobra.ShellCompDirectiveNoFileComp
 	}
-}
-
-// nodeNames returns the names of nodes; nil if they cannot be read: a shell shows no errors.
-func nodeNames(c *cobra.Command, to *connection) (out []cobra.Completion) {
-	client, err := to.open()
-	if err != nil {
-		return nil
-	}
-	names, _ := client.Names(c.Context(), "node", "")
-	for _, name := range names {
-		out = append(out, name)
-	}
-	return out
 }

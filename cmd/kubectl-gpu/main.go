@@ -43,7 +43,8 @@ depends on what you may read.`,
 	}
 	to.register(root.Flags())
 	output = outputFlag(root.Flags())
-	root.AddCommand(newWhy(), command.NewVersion("kubectl gpu", build()))
+	root.AddCommand(newWhy(), newStatus(), newTop(), newPlan(), newCheck(), newUsage(), newLogs(),
+		command.NewVersion("kubectl gpu", build()))
 	return root
 }
 

@@ -29,7 +29,7 @@ type Options struct {
 	Healthy, Ready func() error
 	// Metrics are the metrics of /metrics.
 	Metrics prometheus.Gatherer
-	// Pages are further pages, by path.
+	// Pages are further pages, by path, for GET; or by method and path: "POST /plan".
 	Pages map[string]http.Handler
 }
 
@@ -106,9 +106,13 @@ func (s *Server) Handler() http.Handler {
 	mux.Handle("GET /healthz", probe(s.options.Healthy))
 	mux.Handle("GET /readyz", probe(s.options.Ready))
 	pages := "gpu-agent\n\n/metrics\n/healthz\n/readyz\n"
-	for _, path := range slices.Sorted(maps.Keys(s.options.Pages)) {
-		pages += path + "\n"
-		mux.Handle("GET "+path, s.options.Pages[path])
+	for _, at := range slices.Sorted(maps.Keys(s.options.Pages)) {
+		pages += at + "\n"
+		pattern := at
+		if strings.HasPrefix(at, "/") {
+			pattern = "GET " + at
+		}
+		mux.Handle(pattern, s.options.Pages[at])
 	}
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, pages) })
 	return mux

@@ -8,6 +8,10 @@
 //	/healthz   200 while the loop makes progress; else 503 and the reason
 //	/readyz    200 once the driver has been read and the partitions are known; else 503 and what is missing
 //	/statusz   [status.Status] as JSON, or as a web page; only from within the network namespace
+//	/plan      what partitions would come to, by POST; this and the next ones as /statusz
+//	/usage     what was granted and used, as JSON
+//	/journal   the last records of the usage journal, a line of JSON each
+//	/settings  the flags in force, as JSON
 //
 // All figures about GPUs come from one function of the agent, which returns a snapshot. So the
 // pages never disagree, and a scrape makes no call of the driver:
@@ -23,7 +27,8 @@
 //
 // Every pod of the cluster can reach the port; internal/obs limits the connections.
 //
-// /statusz names every tenant's pods, so it refuses connections from outside the network namespace.
+// /statusz and the pages below it name every tenant's pods, so they refuse connections from outside
+// the network namespace.
 // kubectl exec and kubectl port-forward connect from inside. It recognizes a browser by its Accept
 // header; ?format=html and ?format=json choose explicitly. [Fetch] is its client, for
 // `gpu-agent status`.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"mime"
 	"net"
 	"net/http"
@@ -34,6 +35,8 @@ type Options struct {
 	Metrics *Metrics
 	// Account has the metrics of what containers are granted and use; nil if no account is kept.
 	Account *Account
+	// Within are further pages for connections from within the pod.
+	Within Within
 	// Now is the clock for the ages on the page; nil means time.Now.
 	Now func() time.Time
 }
@@ -47,6 +50,7 @@ func New(o Options) *obs.Server {
 	if o.Status != nil {
 		pages["/statusz"] = onlyFromHere(obs.InTurn(http.HandlerFunc(o.status)))
 	}
+	maps.Copy(pages, o.Within.pages())
 	return obs.New(obs.Options{Addr: o.Addr, Logger: o.Logger, Healthy: o.Healthy, Ready: o.Ready,
 		Metrics: o.Metrics.registry(&o), Pages: pages})
 }
@@ -82,7 +86,7 @@ func onlyFromHere(page http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if !fromHere(r) {
 			http.Error(w, "this page is not served to the network: run `gpu-agent status` in the agent's pod, "+
-				"by kubectl exec, or open the page in a browser through kubectl port-forward to that pod",
+				"by kubectl exec, or open the page in a browser through kubectl port-forward to that pod; `kubectl gpu` does so",
 				http.StatusForbidden)
 			return
 		}

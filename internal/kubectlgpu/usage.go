@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kubectlgpu
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"example.com/gpu-agent/internal/kube/pluginkube"
+)
+
+// Account is who was granted what on nodes, and used it; or with a moment, who held what then.
+type Account struct {
+	// Sums are over all nodes that were asked, those with the most granted first.
+	Sums []Sum `json:"sums,omitempty"`
+	// Had is sorted by node, GPU and time.
+	Had []Had `json:"had,omitempty"`
+	// Notes are on what the nodes' journals lack.
+	Notes []string `json:"notes,omitempty"`
+
+	by string
+}
+
+// Sum is one line of an account. Its times are in hours. A nil value is not known.
+type Sum struct {
+	Name            string   `json:"name"`
+	Grants          int      `json:"grants"`
+	GrantedGPUHours float64  `json:"grantedGPUHours"`
+	UsedGPUHours    *float64 `json:"usedGPUHours"`
+	GrantedGiBHours float64  `json:"grantedGiBHours"`
+	UsedGiBHours    *float64 `json:"usedGiBHours"`
+	SMHours         *float64 `json:"smHours"`
+}
+
+// Had is a piece of a GPU, and the container that had it.
+type Had struct {
+	Node       string            `json:"node"`
+	Index      int               `json:"index"`
+	GPU        string            `json:"gpu"`
+	Piece      string            `json:"piece"`
+	Share      float64           `json:"share"`
+	Resource   string            `json:"resource"`
+	Allocation string            `json:"allocation"`
+	Since      time.Time         `json:"since"`
+	Until      time.Time         `json:"until,omitzero"`
+	Namespace  string            `json:"namespace,omitempty"`
+	Pod        string            `json:"pod,omitempty"`
+	UID        string            `json:"uid,omitempty"`
+	Container  string            `json:"container,omitempty"`
+	Labels     map[string]string `json:"labels,omitempty"`
+}
+
+// AccountQuery says what to account for. The texts are as `gpu-agent usage` takes them.
+type AccountQuery struct{ By, Since, Until, At, GPU string }
+
+// ReadAccount asks the agents of nodes, or of all nodes if there are none. Errors are of single nodes,
+// and the Account has the others.
+func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q AccountQuery) (*Account, error) {
+	agents, failed, err := Agents(ctx, c, nodes)
+	if err != nil {
+		return nil, err
+	}
+	query := url.Values{}
+	for key, value := range map[string]string{"by": q.By, "since": q.Since, "until": q.Until, "at": q.At, "gpu": q.GPU} {
+		if value != "" {
+			query.Set(key, value)
+		}
+	}
+	parts := make([]Account, len(agents))
+	failed = append(failed, each(ctx, c, agents, func(i int, p *Pages) error {
+		body, err := p.ask(ctx, http.MethodGet, "/usage", query, nil)
+		if err == nil {
+			if err = decode(body, &parts[i]); err != nil {
+				err = fmt.Errorf("read the account of the agent %s: %w", p.Agent.Name, err)
+			}
+		}
+		return err
+	})...)
+	out := &Account{by: q.By}
+	sums := map[string]*Sum{}
+	for i := range parts {
+		for _, s := range parts[i].Sums {
+			if sums[s.Name] == nil {
+				sums[s.Name] = &Sum{Name: s.Name}
+			}
+			sums[s.Name].add(&s)
+		}
+		for _, h := range parts[i].Had {
+			h.Node = agents[i].Node
+			out.Had = append(out.Had, h)
+		}
+		for _, n := range parts[i].Notes {
+			out.Notes = append(out.Notes, agents[i].Node+": "+n)
+		}
+	}
+	for _, s := range sums {
+		out.Sums = append(out.Sums, *s)
+	}
+	slices.SortFunc(out.Sums, func(a, b Sum) int {
+		return cmp.Or(cmp.Compare(b.GrantedGPUHours, a.GrantedGPUHours), cmp.Compare(a.Name, b.Name))
+	})
+	return out, errors.Join(failed...)
+}
+
+// add adds what another node has accounted. Of what is not known on one node, the sum is that of the
+// others.
+func (s *Sum) add(o *Sum) {
+	s.Grants += o.Grants
+	s.GrantedGPUHours += o.GrantedGPUHours
+	s.GrantedGiBHours += o.GrantedGiBHours
+	for _, pair := range []struct{ to, from **float64 }{{&s.UsedGPUHours, &o.UsedGPUHours},
+		{&s.UsedGiBHours, &o.UsedGiBHours}, {&s.SMHours, &o.SMHours}} {
+		switch to, from := *pair.to, *pair.from; {
+		case from == nil:
+		case to == nil:
+			*pair.to = new(*from)
+		default:
+			*to += *from
+		}
+	}
+}
+
+// Write writes the account as a table.
+func (a *Account) Write(out io.Writer) error {
+	var rows [][]string
+	if a.Had != nil {
+		rows = append(rows, []string{"NODE", "GPU", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE", "UNTIL"})
+		for i := range a.Had {
+			h := &a.Had[i]
+			until := ""
+			if !h.Until.IsZero() {
+				until = h.Until.UTC().Format(time.RFC3339)
+			}
+			rows = append(rows, []string{h.Node, strconv.Itoa(h.Index), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64),
+				h.Namespace, h.Pod, h.Container, h.Since.UTC().Format(time.RFC3339), until})
+		}
+	} else {
+		rows = append(rows, []string{strings.ToUpper(cmp.Or(a.by, "namespace")), "GRANTS", "GPU-HOURS GRANTED", "USED",
+			"GiB-HOURS GRANTED", "USED", "SM-HOURS"})
+		for i := range a.Sums {
+			s := &a.Sums[i]
+			rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), hours(&s.GrantedGPUHours), hours(s.UsedGPUHours),
+				hours(&s.GrantedGiBHours), hours(s.UsedGiBHours), hours(s.SMHours)})
+		}
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
+	for _, row := range rows {
+		for i := range row {
+			row[i] = cmp.Or(printable(row[i]), "-")
+		}
+		fmt.Fprintln(w, strings.Join(row, "\t"))
+	}
+	return w.Flush()
+}
+
+func hours(h *float64) string {
+	if h == nil {
+		return ""
+	}
+	return strconv.FormatFloat(*h, 'f', 2, 64)
+}
