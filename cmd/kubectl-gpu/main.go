@@ -44,7 +44,7 @@ depends on what you may read.`,
 	to.register(root.Flags())
 	output = outputFlag(root.Flags())
 	root.AddCommand(newWhy(), newStatus(), newTop(), newPlan(), newCheck(), newUsage(), newLogs(),
-		command.NewVersion("kubectl gpu", build()))
+		newBundle(), newVerify(), command.NewVersion("kubectl gpu", build()))
 	return root
 }
 

@@ -131,13 +131,14 @@ type Check struct{ Name, State, Message string }
 // Event is an Event about the subject.
 type Event struct {
 	// Warning is true for an Event of that type.
-	Warning         bool
-	Reason, Message string
+	Warning bool   `json:"warning"`
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
 	// From is the component that wrote it.
-	From string
-	Last time.Time
+	From string    `json:"from,omitempty"`
+	Last time.Time `json:"last"`
 	// Count is how often it happened; 0 counts as 1.
-	Count int
+	Count int `json:"count,omitempty"`
 }
 
 // GPUNode is a GPUNode.

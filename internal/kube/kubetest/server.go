@@ -473,7 +473,7 @@ func (s *Server) create(w http.ResponseWriter, resource, namespace string, body 
 		in = "default"
 	}
 	switch {
-	case metadata["namespace"] != namespace, in != namespace: // like the API's validation
+	case metadata["namespace"] != namespace, resource == "events" && in != namespace: // like the API's validation
 		Refuse(w, 422, "Invalid")
 	case s.Objects[resource+"/"+namespace+"/"+name] != nil:
 		Refuse(w, 409, "AlreadyExists")

@@ -288,3 +288,13 @@ func (c *Client) DeletePod(ctx context.Context, namespace, name string) error {
 	}
 	return nil
 }
+
+// PodPhase returns the phase of a pod.
+func (c *Client) PodPhase(ctx context.Context, namespace, name string) (string, error) {
+	o, err := c.get(ctx, kube.Pods, namespace, name)
+	if err != nil {
+		return "", err
+	}
+	phase, _, err := unstructured.NestedString(o.Object, "status", "phase")
+	return phase, err
+}

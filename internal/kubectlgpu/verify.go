@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kubectlgpu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"example.com/gpu-agent/internal/diagnosis"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/kube/pluginkube"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// Verification is what came of one example pod for each resource of a node.
+type Verification struct {
+	Node     string    `json:"node"`
+	Examples []Example `json:"examples"`
+}
+
+// Example is an example pod.
+type Example struct {
+	Resource string `json:"resource"`
+	Amount   int    `json:"amount"`
+	// Pod is its name; empty if none was made.
+	Pod string `json:"pod,omitempty"`
+	// Outcome is "works", "fails" or "skipped".
+	Outcome string `json:"outcome"`
+	// Says is what the pod saw, or why it fails or was skipped.
+	Says string `json:"says"`
+	// Finding is the diagnosis of a pod that did not end well; nil otherwise.
+	Finding *diagnosis.Finding `json:"finding,omitempty"`
+}
+
+// Values of Example.Outcome.
+const (
+	Works   = "works"
+	Fails   = "fails"
+	Skipped = "skipped"
+)
+
+// VerifyOptions say how to verify.
+type VerifyOptions struct {
+	// Image is that of the pods, whose command is nvidia-smi. Empty is the agent's, which the node has.
+	Image string
+	// Timeout is how long one pod may take, from its creation to its end.
+	Timeout time.Duration
+	// Unique makes the names of the pods unique.
+	Unique string
+}
+
+// Verify makes a pod for each resource that a node offers, one after the other, waits for its end and
+// judges what it saw. It deletes each pod, also if ctx ends.
+func Verify(ctx context.Context, c *pluginkube.Client, node string, o VerifyOptions) (*Verification, error) {
+	fleet, err := c.Fleet(ctx)
+	if err != nil {
+		return nil, err
+	}
+	i := slices.IndexFunc(fleet.GPUNodes, func(n diagnosis.GPUNode) bool { return n.Name == node })
+	if i < 0 || fleet.GPUNodes[i].Status == nil {
+		return nil, fmt.Errorf("node %s has no GPUNode that can be used: kubectl gpu why node/%[1]s says why", node)
+	}
+	s := fleet.GPUNodes[i].Status
+	if o.Image == "" {
+		agent, err := c.AgentOn(ctx, node)
+		if err != nil {
+			return nil, err
+		}
+		o.Image = agent.Image
+	}
+	v := &Verification{Node: node, Examples: []Example{}}
+	for n := range s.Resources {
+		r := &s.Resources[n]
+		e := Example{Resource: r.Name, Amount: 1, Outcome: Skipped}
+		switch {
+		case r.Total == 0:
+			continue
+		case r.Largest == 0:
+			e.Says = "nothing of it is free"
+		default:
+			want := expect(s, r.Name)
+			e.Pod = fmt.Sprintf("gpu-verify-%s-%d", o.Unique, n)
+			if err := e.run(ctx, c, node, &o, &want); err != nil {
+				v.Examples = append(v.Examples, e)
+				return v, err
+			}
+		}
+		v.Examples = append(v.Examples, e)
+	}
+	if len(v.Examples) == 0 {
+		return v, fmt.Errorf("node %s offers nothing through the device plugin; claims of DRA are not verified", node)
+	}
+	return v, nil
+}
+
+// sight is what a pod is to see.
+type sight struct {
+	// command is what the pod runs.
+	command []string
+	// capMiB is the memory that it is to see; 0 if that is not judged.
+	capMiB int
+	// profile is the MIG profile that it is to see; empty if none.
+	profile string
+}
+
+// expect returns what a container with one device of a resource is to see.
+func expect(s *gpunode.Status, name string) sight {
+	_, base, _ := strings.Cut(name, "/")
+	if profile, err := mig.ParseResource(base); err == nil {
+		return sight{command: []string{"nvidia-smi", "-L"}, profile: profile.String()}
+	}
+	for i := range s.GPUs {
+		if g := &s.GPUs[i]; g.Resource == name && g.Kind.Counted().Together() {
+			return sight{command: []string{"nvidia-smi"}, capMiB: s.MemoryUnitMiB}
+		}
+	}
+	return sight{command: []string{"nvidia-smi", "-L"}}
+}
+
+// example returns the pod for a resource.
+func example(namespace, name, node, resourceName string, o *VerifyOptions, want *sight) *corev1.Pod {
+	no, yes := false, true
+	nobody, now, limit := int64(65534), int64(0), int64(max(1, o.Timeout/time.Second))
+	amounts := corev1.ResourceList{
+		corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi"),
+		corev1.ResourceName(resourceName): resource.MustParse("1")}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name,
+			Labels: map[string]string{"app.kubernetes.io/managed-by": "kubectl-gpu"}},
+		Spec: corev1.PodSpec{
+			// The scheduler places it, so that admission and quota count as for any pod.
+			Affinity: &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+				NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{
+					{Key: "metadata.name", Operator: corev1.NodeSelectorOpIn, Values: []string{node}}}}}}}},
+			Tolerations:   []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
+			RestartPolicy: corev1.RestartPolicyNever, ActiveDeadlineSeconds: &limit, TerminationGracePeriodSeconds: &now,
+			AutomountServiceAccountToken: &no, EnableServiceLinks: &no,
+			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &nobody, RunAsGroup: &nobody,
+				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			Containers: []corev1.Container{{Name: "main", Image: o.Image, ImagePullPolicy: corev1.PullIfNotPresent, Command: want.command,
+				Resources: corev1.ResourceRequirements{Limits: amounts},
+				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
+					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}}}},
+		},
+	}
+}
+
+// run makes the pod, waits for its end and judges it. It fails only if ctx ends.
+func (e *Example) run(ctx context.Context, c *pluginkube.Client, node string, o *VerifyOptions, want *sight) error {
+	fail := func(format string, args ...any) {
+		e.Outcome, e.Says = Fails, printable(fmt.Sprintf(format, args...))
+	}
+	if _, err := c.CreatePod(ctx, example(c.Namespace(), e.Pod, node, e.Resource, o, want)); err != nil {
+		e.Pod = ""
+		fail("%v", err)
+		return nil
+	}
+	defer func() {
+		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
+		defer cancel()
+		if err := c.DeletePod(last, c.Namespace(), e.Pod); err != nil {
+			fail("%s; and it is still there: %v", e.Says, err)
+		}
+	}()
+	phase, err := e.await(ctx, c, o)
+	switch {
+	case err != nil:
+		fail("%v", err)
+		return ctx.Err()
+	case phase != "Succeeded":
+		e.explain(ctx, c)
+		if e.Finding == nil {
+			fail("the pod is %s after %s", phase, o.Timeout)
+			return nil
+		}
+		fail("%s", e.Finding.Cause)
+		return nil
+	}
+	body, err := c.Log(ctx, c.Namespace(), e.Pod, pluginkube.LogOptions{Container: "main", Most: 64 << 10})
+	if err != nil {
+		fail("%v", err)
+		return nil
+	}
+	defer body.Close()
+	said, err := io.ReadAll(io.LimitReader(body, 64<<10))
+	if err != nil {
+		fail("read its log: %v", err)
+		return nil
+	}
+	saw, err := want.judge(string(said))
+	if err != nil {
+		fail("%v", err)
+		return nil
+	}
+	e.Outcome, e.Says = Works, printable(saw)
+	return nil
+}
+
+// await waits until the pod has ended, and returns its phase; or that after the time.
+func (e *Example) await(ctx context.Context, c *pluginkube.Client, o *VerifyOptions) (phase string, err error) {
+	limit := time.After(o.Timeout)
+	for pause := 50 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		p, err := c.PodPhase(ctx, c.Namespace(), e.Pod)
+		if phase = p; err != nil || phase == "Succeeded" || phase == "Failed" {
+			return phase, err
+		}
+		select {
+		case <-ctx.Done():
+			return phase, ctx.Err()
+		case <-limit:
+			return phase, nil
+		case <-time.After(pause):
+		}
+	}
+}
+
+// explain asks why the pod did not end well.
+func (e *Example) explain(ctx context.Context, c *pluginkube.Client) {
+	facts, err := c.Look(ctx, pluginkube.Subject{Kind: "pod", Namespace: c.Namespace(), Name: e.Pod})
+	if err != nil {
+		return
+	}
+	if d := facts.Explain(); d.Code != diagnosis.Fine && d.Code != diagnosis.Unknown {
+		e.Finding = &d.Finding
+	}
+}
+
+var (
+	gpuLine    = regexp.MustCompile(`(?m)^GPU \d+: (.*?) \(UUID: ([^)]+)\)`)
+	migLine    = regexp.MustCompile(`(?m)^\s+MIG (\S+)\s+Device\s+\d+: \(UUID: ([^)]+)\)`)
+	memoryCell = regexp.MustCompile(`/\s*(\d+)MiB`)
+)
+
+// judge returns what a pod saw, by the output of nvidia-smi; or how it differs from what it is to
+// see.
+func (s *sight) judge(said string) (string, error) {
+	if s.capMiB > 0 {
+		cells := memoryCell.FindAllStringSubmatch(said, -1)
+		if len(cells) != 1 {
+			return "", fmt.Errorf("nvidia-smi shows the memory of %d GPUs, and it was given a part of one: %s", len(cells), brief1(said))
+		}
+		if n, err := strconv.Atoi(cells[0][1]); err != nil || n != s.capMiB {
+			return "", fmt.Errorf("nvidia-smi shows %s MiB, and it was given %d: the cap does not hold", cells[0][1], s.capMiB)
+		}
+		return fmt.Sprintf("it sees one GPU of %d MiB", s.capMiB), nil
+	}
+	gpus := gpuLine.FindAllStringSubmatch(said, -1)
+	if len(gpus) != 1 {
+		return "", fmt.Errorf("nvidia-smi shows %d GPUs, and it was given one: %s", len(gpus), brief1(said))
+	}
+	if s.profile == "" {
+		return fmt.Sprintf("it sees %s (%s)", gpus[0][1], gpus[0][2]), nil
+	}
+	instances := migLine.FindAllStringSubmatch(said, -1)
+	if len(instances) != 1 || instances[0][1] != s.profile {
+		return "", fmt.Errorf("nvidia-smi shows other MIG devices than one %s: %s", s.profile, brief1(said))
+	}
+	return fmt.Sprintf("it sees one MIG %s (%s)", instances[0][1], instances[0][2]), nil
+}
+
+// brief1 returns a text on one line, cut.
+func brief1(s string) string {
+	s = strings.Join(strings.Fields(s), " ")
+	return s[:min(len(s), 200)]
+}
+
+// ErrVerify is the error of a verification of which an example fails.
+var ErrVerify = errors.New("not all examples work")
+
+// Err returns ErrVerify with the number of examples that fail, or nil.
+func (v *Verification) Err() error {
+	n := 0
+	for i := range v.Examples {
+		if v.Examples[i].Outcome == Fails {
+			n++
+		}
+	}
+	if n == 0 {
+		return nil
+	}
+	return fmt.Errorf("%w: %d of %d fail", ErrVerify, n, len(v.Examples))
+}
+
+// Write writes the examples as a table.
+func (v *Verification) Write(out io.Writer) error {
+	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(w, "RESOURCE\tAMOUNT\tOUTCOME\tSAYS")
+	for i := range v.Examples {
+		e := &v.Examples[i]
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", printable(e.Resource), e.Amount, e.Outcome, e.Says)
+	}
+	return w.Flush()
+}
