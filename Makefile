@@ -43,6 +43,7 @@ help:
 	@echo '                with BUDGET=9m, questions to it for so long'
 	@echo 'make test-gpu-kit  these questions as a folder, dist/test-gpu, for another machine'
 	@echo 'make build      gpu-agent, gpu-placer and the hook program, into $(BIN)'
+	@echo 'make plugin     kubectl-gpu, the plugin for kubectl, into $(BIN); make plugins: for each platform'
 	@echo 'make image      the container images, into $(ARCHIVE) and $(PLACER_ARCHIVE)'
 	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
 	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
@@ -129,6 +130,22 @@ build:
 	$(GO_BUILD) -tags $(TAGS) -ldflags '-s -w -buildid= -linkmode external -extldflags "-static $(QUIET_LD)"' \
 		-o $(BIN)/nvidia-cdi-hook $(HOOK)
 
+# The plugin for kubectl runs where people work. It is static, and without C: macOS looks names up by
+# its own library all the same. 'make plugin' makes that of this machine.
+PLUGINS    ?= darwin/amd64 darwin/arm64 linux/amd64 linux/arm64
+PLUGIN_DIR ?= $(BIN)/plugins
+PLUGIN_LD   = -s -w -buildid= $(BUILT_AS)
+.PHONY: plugin plugins
+plugin:
+	@mkdir -p $(BIN)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(PLUGIN_LD)' -o $(BIN)/kubectl-gpu ./cmd/kubectl-gpu
+	@cp cmd/kubectl-gpu/kubectl_complete-gpu $(BIN)/
+
+plugins:
+	@set -e; for at in $(PLUGINS); do os=$${at%/*}; arch=$${at#*/}; \
+		GOOS=$$os GOARCH=$$arch GOAMD64=v1 GOARM64=v8.0 CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(PLUGIN_LD)' \
+			-o $(PLUGIN_DIR)/$$os-$$arch/kubectl-gpu ./cmd/kubectl-gpu; done
+
 # Where Debian's packages are kept, by which images are made: deployments/image.
 DEBIAN   := $(CACHE)/images/debian
 # What an image is built from is fixed, so that it depends on the commit alone.
@@ -177,8 +194,9 @@ release: imager
 	@git archive --output $(STAGE)/source.tar HEAD && tar -xf $(STAGE)/source.tar -C $(STAGE)/source
 	@set -e; for arch in amd64 arm64; do cc="$$($(BIN)/image cc --arch $$arch --cache $(DEBIAN))"; \
 		$(MAKE) --no-print-directory -C $(STAGE)/source build $(call FOR_IMAGE,$$arch) BIN=$(STAGE)/$$arch GOFLAGS=-buildvcs=false; done
+	@$(MAKE) --no-print-directory -C $(STAGE)/source plugins PLUGIN_DIR=$(STAGE)/plugins VERSION=$(VERSION) COMMIT=$(COMMIT) DATE=$(DATE) GOFLAGS=-buildvcs=false
 	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --gpu-agent-repository $(REPOSITORY) --gpu-placer-repository $(PLACER_REPOSITORY) \
-		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 $(ABOUT)
+		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 --plugins $(STAGE)/plugins $(ABOUT)
 	@rm -rf $(STAGE)
 
 # Pushes the release in DIST, and makes it first where there is none. Credentials are those of

@@ -171,7 +171,7 @@ func (s *source) fill(ctx context.Context, p *part, bin string) error {
 	if p.modules, err = linked(ctx, s.checkout, bin, p.product.programs); err != nil {
 		return err
 	}
-	p.files["licenses/THIRD_PARTY_NOTICES"] = entry{mode: 0o644, data: notices(p.modules, texts)}
+	p.files["licenses/THIRD_PARTY_NOTICES"] = entry{mode: 0o644, data: notices("image", p.modules, texts)}
 	p.image, err = s.about.image(p)
 	return err
 }

@@ -102,7 +102,7 @@ func packageFolders(ctx context.Context, checkout string, info *debug.BuildInfo)
 		return nil, err
 	}
 	all := map[string]folders{standardLibrary: {root: strings.TrimSpace(string(root))}}
-	out, err := run(ctx, checkout, "env", "GOARCH="+settings["GOARCH"], "CGO_ENABLED="+settings["CGO_ENABLED"],
+	out, err := run(ctx, checkout, "env", "GOOS="+settings["GOOS"], "GOARCH="+settings["GOARCH"], "CGO_ENABLED="+settings["CGO_ENABLED"],
 		"go", "list", "-deps", "-json=Dir,Module", "-tags="+settings["-tags"], info.Path)
 	if err != nil {
 		return nil, err
@@ -176,9 +176,9 @@ func (m *module) addFolder(root, dir string) error {
 	return nil
 }
 
-// notices are the licences of all that is in an image beside our own code. A text that
-// several have is there once.
-func notices(modules []module, others []text) []byte {
+// notices are the licences of all that is in an image, or in a program, beside our own code. A text
+// that several have is there once. what is "image" or "program".
+func notices(what string, modules []module, others []text) []byte {
 	var all []text
 	for _, m := range modules {
 		all = append(all, m.texts...)
@@ -195,7 +195,7 @@ func notices(modules []module, others []text) []byte {
 	}
 	const line = "--------------------------------------------------------------------------------"
 	var out bytes.Buffer
-	fmt.Fprintln(&out, "This image has code of others. Before each text are those whose licence or notice it is.")
+	fmt.Fprintf(&out, "This %s has code of others. Before each text are those whose licence or notice it is.\n", what)
 	for _, body := range order {
 		fmt.Fprintf(&out, "\n%s\n%s\n%s\n\n%s\n", line, strings.Join(users[body], "\n"), line, body)
 	}

@@ -28,6 +28,7 @@ type release struct {
 	source
 	repositories map[string]string // of the images, without a tag, by product; see [release.repository]
 	bins         map[string]string // the programs' folder, by architecture
+	plugins      string            // the folder of the plugin for kubectl: in it one for each platform
 	out          string
 	again        bool // an old version, with the packages of its time
 }
@@ -113,6 +114,9 @@ func (r *release) fill(ctx context.Context, dir string) error {
 		if err != nil {
 			return err
 		}
+	}
+	if err := r.addPlugins(ctx, dir); err != nil {
+		return err
 	}
 	notes, err := r.notes()
 	if err != nil {

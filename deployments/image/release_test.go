@@ -88,7 +88,7 @@ func TestNotes(t *testing.T) {
 func TestReleaseIsWhole(t *testing.T) {
 	r, cache := built(t)
 	r.about.version = "v0.1.0-rc.1"
-	r.out = filepath.Join(t.TempDir(), "dist", "v0.1.0-rc.1")
+	r.out, r.plugins = filepath.Join(t.TempDir(), "dist", "v0.1.0-rc.1"), builtPlugins(t)
 	if err := r.make(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -109,6 +109,7 @@ func TestReleaseIsWhole(t *testing.T) {
 	}
 	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("gpu-agent-digest"))
 	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "gpu-agent-digest", "gpu-agent-chart-digest",
+		"kubectl-gpu-v0.1.0-rc.1-darwin-arm64.tar.gz", "kubectl-gpu-v0.1.0-rc.1-linux-amd64.tar.gz", "kubectl-gpu-v0.1.0-rc.1-linux-amd64.cdx.json",
 		"gpu-placer-v0.1.0-rc.1.oci.tar", "gpu-placer-v0.1.0-rc.1.yaml", "gpu-placer-v0.1.0-rc.1-amd64.cdx.json", "gpu-placer-digest"} {
 		if !strings.Contains(sums, "  "+name+"\n") {
 			t.Errorf("SHA256SUMS lacks %s", name)

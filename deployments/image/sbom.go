@@ -20,18 +20,23 @@ func (s *source) writeSBOM(w io.Writer, p *part) error {
 	if err != nil {
 		return err
 	}
-	bom := cdx.NewBOM()
-	hex := digest.Hex
-	// The same image has the same number.
-	bom.SerialNumber = fmt.Sprintf("urn:uuid:%s-%s-5%s-a%s-%s", hex[:8], hex[8:12], hex[13:16], hex[17:20], hex[20:32])
 	name := p.product.name
 	root := cdx.Component{
 		BOMRef: "pkg:oci/" + name + "@" + digest.String(), Type: cdx.ComponentTypeContainer,
-		Name: name, Version: s.about.version,
 		PackageURL: "pkg:oci/" + name + "@" + url.QueryEscape(digest.String()) + "?arch=" + p.arch,
-		Licenses:   &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}},
-		Hashes:     &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: hex}},
 	}
+	return s.writeBOM(w, root, name, digest.Hex, "/usr/bin/", p.modules, p.debs)
+}
+
+// writeBOM writes what a thing is made of. root has its kind and its names for programs; name is for
+// people, and hex its SHA-256. Programs are said to be below the folder in.
+func (s *source) writeBOM(w io.Writer, root cdx.Component, name, hex, in string, modules []module, debs []pkg) error {
+	bom := cdx.NewBOM()
+	// The same thing has the same number.
+	bom.SerialNumber = fmt.Sprintf("urn:uuid:%s-%s-5%s-a%s-%s", hex[:8], hex[8:12], hex[13:16], hex[17:20], hex[20:32])
+	root.Name, root.Version = name, s.about.version
+	root.Licenses = &cdx.Licenses{{License: &cdx.License{ID: "Apache-2.0"}}}
+	root.Hashes = &[]cdx.Hash{{Algorithm: cdx.HashAlgoSHA256, Value: hex}}
 	bom.Metadata = &cdx.Metadata{Timestamp: s.about.created.UTC().Format(time.RFC3339), Component: &root}
 	var all []cdx.Component
 	var refs []string
@@ -39,17 +44,17 @@ func (s *source) writeSBOM(w io.Writer, p *part) error {
 		c.BOMRef, c.Type = c.PackageURL, cdx.ComponentTypeLibrary
 		all, refs = append(all, c), append(refs, c.BOMRef)
 	}
-	for _, m := range p.modules {
+	for _, m := range modules {
 		properties := []cdx.Property{}
 		for _, program := range m.programs {
-			properties = append(properties, cdx.Property{Name: "gpu-agent:program", Value: "/usr/bin/" + program})
+			properties = append(properties, cdx.Property{Name: "gpu-agent:program", Value: in + program})
 		}
 		add(cdx.Component{
 			Name: m.path, Version: m.version, PackageURL: "pkg:golang/" + m.path + "@" + url.QueryEscape(m.version),
 			Licenses: m.licences(), Properties: &properties,
 		})
 	}
-	for _, d := range p.debs {
+	for _, d := range debs {
 		at := "pkg:deb/debian/" + d.name + "@" + url.QueryEscape(d.version)
 		add(cdx.Component{
 			Name: d.name, Version: d.version, PackageURL: at + "?arch=" + d.arch + "&distro=debian-12",
