@@ -4,6 +4,7 @@ package diagnosis
 
 import (
 	"encoding/json"
+	"errors"
 	"os"
 	"slices"
 	"strings"
@@ -210,6 +211,10 @@ func TestTroubles(t *testing.T) {
 			NoCUDA, []string{"lacks nvcc"}, "use an image"},
 		"an image without CUDA, by PyTorch": {facts(crashed(Ended{Exit: 1, Reason: "Error"},
 			"Traceback (most recent call last):\nAssertionError: Torch not compiled with CUDA enabled\n"), healthy), NoCUDA, []string{"a PyTorch without CUDA"}, "use an image"},
+		"an image without CUDA, by busybox": {facts(crashed(Ended{Exit: 127, Reason: "Error"}, "sh: nvidia-smi: not found\n"), healthy), NoCUDA, []string{"lacks nvidia-smi"}, "use an image"},
+		"an image without a linker":         {facts(crashed(Ended{Exit: 255, Reason: "Error"}, "exec /usr/bin/nvidia-smi: no such file or directory\n"), healthy), NoCUDA, []string{"lacks /usr/bin/nvidia-smi"}, "use an image"},
+		"an image that is too new": {facts(crashed(Ended{Exit: 1, Reason: "Error"}, "RuntimeError: CUDA driver version is insufficient for CUDA runtime version\n"), healthy), NoCUDA,
+			[]string{"newer than the node's driver"}, "use an image"},
 		"killed over the cap": {facts(crashed(Ended{Exit: 137, Reason: "Error"}, ""), healthy).hear(Event{Warning: true, Reason: string(status.CapExceeded), Count: 2,
 			Message: "container main of pod train/job-1 uses 30.00 GiB of GPU 0 (GPU-5a2f), more than its cap of 24.00 GiB; it is ended"}), OverCap,
 			[]string{"more than its cap of 24.00 GiB; it is ended (2 times)"}, "ask for more"},
@@ -220,6 +225,9 @@ func TestTroubles(t *testing.T) {
 			p.Gates = []string{"kueue.x-k8s.io/admission"}
 			return p
 		}(), healthy).of(Job{}, quota).onlyPod(), Quota, []string{"queue gpus has no quota left"}, "quota"},
+		"more than Kueue's quota ever": {facts(nil).of(Job{Suspended: true, Queue: "gpus"}, &Workload{Name: "w", Queue: "gpus", Conditions: []Condition{{Type: "QuotaReserved", Reason: "Pending",
+			Message: "couldn't assign flavors to pod set main: insufficient quota for example.com/gpu-mem in flavor onprem, previously considered podsets requests (0) + current podset request (900) > maximum capacity (158)"}}}),
+			Quota, []string{"queue gpus can never have as much quota", "maximum capacity (158)"}, "ask for less"},
 		"a cordoned node": {facts(asking(memory, 24), healthy).see(Node{Name: "node-1", Chosen: true, Cordoned: true, Allocatable: map[string]int64{memory: 158}}), NodeCordoned,
 			[]string{"node-1 has room for it and is cordoned"}, "kubectl uncordon node-1"},
 		"a cordoned node, by its author": {facts(func() *Pod {
@@ -235,7 +243,13 @@ func TestTroubles(t *testing.T) {
 			[]string{"no agent runs on node-1: the node lacks the label example.com/gpu.node=true"}, "kubectl label node node-1 example.com/gpu.node=true"},
 		"no agent: it crashes": {facts(asking(memory, 24), healthy).run(Agent{"node-1", "gpu-agent", "gpu-agent-x", "CrashLoopBackOff"}), NoAgent,
 			[]string{"no agent works on node-1: its pod gpu-agent/gpu-agent-x is not ready: CrashLoopBackOff"}, "get pods"},
-		"no agent: of any node": {facts(asking(memory, 24)), NoAgent, []string{"no node of the cluster has an agent"}, "get pods"},
+		"no agent: the kubelet refuses": {facts(func() *Pod {
+			p := refused(memory, 24, "Allocate", errors.New(""))
+			p.Message = "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices example.com/gpu-mem, which is unexpected"
+			return p
+		}(), on("node-1", units(first, 0, 79, 0)).with(gpunode.Ready, because(status.AgentEnds, "the agent has ended"))), NoAgent, []string{"no agent runs on node-1"}, "get pods"},
+		"no agent: it was killed, by its author": {facts(asking(memory, 24), healthy).blind("Nodes"), NoAgent, []string{"no agent serves its kubelet"}, "get pods"},
+		"no agent: of any node":                  {facts(asking(memory, 24)), NoAgent, []string{"no node of the cluster has an agent"}, "get pods"},
 
 		// Others that come near.
 		"the holder before": {facts(waiting("previous holder still ending: train/job-0"), healthy), HolderEnding, []string{"previous holder still ending: train/job-0"}, "wait until"},
@@ -322,7 +336,13 @@ func TestWorst(t *testing.T) {
 	if p := Worst(nil); p != nil {
 		t.Error(p)
 	}
-	if p := Worst([]Pod{at("a", "Running", 9), at("b", "Failed", 1), at("c", "Failed", 2), at("d", "Succeeded", 5)}); p.Name != "c" {
+	waits := at("e", "Pending", 0)
+	waits.Unscheduled = "0/1 nodes are available"
+	pods := []Pod{at("a", "Running", 9), at("b", "Failed", 1), at("c", "Failed", 2), at("d", "Succeeded", 5), at("f", "Pending", 7)}
+	if p := Worst(pods); p.Name != "c" {
+		t.Error(p.Name)
+	}
+	if p := Worst(append(pods, waits)); p.Name != "e" {
 		t.Error(p.Name)
 	}
 }

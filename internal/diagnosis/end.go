@@ -11,13 +11,19 @@ import (
 // lacking are texts by which programs, the dynamic linkers of glibc and musl, the shell and the
 // container's runtime say that the image lacks something. The first group is what it lacks.
 var lacking = []*regexp.Regexp{
-	regexp.MustCompile(`(lib(?:cuda|cudart|cublas\w*|cudnn\w*|cufft\w*|curand|cusparse\w*|cusolver\w*|nccl|nvrtc|nvidia-ml)` +
-		`[\w.-]*\.so[\w.]*): cannot open shared object file`),
-	regexp.MustCompile(`Error loading shared library (lib(?:cuda|cudart|nvidia|c\.so)[\w.-]*)`),
-	regexp.MustCompile(`(Torch not compiled with CUDA enabled)`),
+	regexp.MustCompile(`(lib[\w+.-]+\.so[\w.]*): cannot open shared object file`),
+	regexp.MustCompile(`Error loading shared library (lib[\w+.-]+)`),
 	regexp.MustCompile(`exec: "?([\w./-]+)"?: (?:executable file not found|stat [\w./-]+: no such file or directory)`),
 	regexp.MustCompile(`(?:^|[\s:])((?:/\S+/)?(?:nvidia-smi|nvcc|python3?)): (?:command )?not found`),
-	regexp.MustCompile(`exec:? ?"?((?:/\S+/)?(?:nvidia-smi|nvcc))"?: no such file or directory`),
+	regexp.MustCompile(`exec:? ?"?((?:/\S+/)?(?:nvidia-smi|nvcc|python3?))"?: no such file or directory`),
+}
+
+// unfit are texts by which programs say that the CUDA of their image does not serve: each with what
+// that means.
+var unfit = []struct{ text, means string }{
+	{"Torch not compiled with CUDA enabled", "the image has a PyTorch without CUDA"},
+	{"Found no NVIDIA driver on your system", "the image's CUDA does not find the driver's library that the agent brings"},
+	{"CUDA driver version is insufficient for CUDA runtime version", "the image's CUDA is newer than the node's driver allows"},
 }
 
 // exhausted are texts by which programs say that an allocation failed.
@@ -28,8 +34,13 @@ var exhausted = []string{"CUDA out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cuda
 func (f *Facts) crashed(p *Pod, c *Container) []Finding {
 	e := c.Ended
 	said := e.Message + "\n" + c.Log
-	if lacks := f.lack(said); lacks != "" {
-		return []Finding{f.lacks(c, said)}
+	for _, u := range unfit {
+		if strings.Contains(said, u.text) {
+			return []Finding{find(NoCUDA, "%s (container %s): %s", u.means, c.Name, line(said, u.text))}
+		}
+	}
+	if lack(said) != "" {
+		return []Finding{lacks(c, said)}
 	}
 	for _, text := range exhausted {
 		if strings.Contains(said, text) {
@@ -51,7 +62,7 @@ func (f *Facts) crashed(p *Pod, c *Container) []Finding {
 }
 
 // lack returns what an image lacks by what was said; empty if nothing is known to be lacking.
-func (f *Facts) lack(said string) string {
+func lack(said string) string {
 	for _, r := range lacking {
 		if m := r.FindStringSubmatch(said); m != nil {
 			return m[1]
@@ -61,11 +72,8 @@ func (f *Facts) lack(said string) string {
 }
 
 // lacks returns that the image of a container lacks something.
-func (f *Facts) lacks(c *Container, said string) Finding {
-	what := cmp.Or(f.lack(said), "what its command starts")
-	if strings.HasPrefix(what, "Torch") {
-		return find(NoCUDA, "the image of container %s has a PyTorch without CUDA: %s", c.Name, line(said, what))
-	}
+func lacks(c *Container, said string) Finding {
+	what := cmp.Or(lack(said), "what its command starts")
 	return find(NoCUDA, "the image of container %s lacks %s: %s", c.Name, what, line(said, what))
 }
 

@@ -173,27 +173,33 @@ type Agent struct {
 	NotReady string
 }
 
-// Worst returns the pod of a Job that says the most: one that has failed last, or else one that
-// waits, or else the newest. It is nil without pods.
+// Worst returns the pod of a Job that says the most: one that waits for a reason that is known, or else
+// one that has failed, or else one that waits; of several the newest. It is nil without pods.
 func Worst(pods []Pod) *Pod {
 	var best *Pod
-	rank := func(p *Pod) int {
-		switch {
-		case p.Phase == "Pending":
-			return 2
-		case p.Phase == "Failed":
-			return 1
-		}
-		return 0
-	}
 	for i := range pods {
 		p := &pods[i]
-		switch {
-		case best == nil, rank(p) > rank(best):
-			best = p
-		case rank(p) == rank(best) && p.Created.After(best.Created):
+		if best == nil || p.trouble() > best.trouble() || p.trouble() == best.trouble() && p.Created.After(best.Created) {
 			best = p
 		}
 	}
 	return best
+}
+
+// trouble returns how much a pod says about what is wrong.
+func (p *Pod) trouble() int {
+	told := p.Unscheduled != "" || len(p.Gates) > 0
+	for i := range p.Containers {
+		c := &p.Containers[i]
+		told = told || c.WaitingMessage != "" || c.Waiting == "CrashLoopBackOff"
+	}
+	switch {
+	case p.Phase != "Failed" && p.Phase != "Succeeded" && told:
+		return 3
+	case p.Phase == "Failed":
+		return 2
+	case p.Phase == "Pending":
+		return 1
+	}
+	return 0
 }

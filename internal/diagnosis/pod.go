@@ -75,6 +75,11 @@ func (f *Facts) refused(p *Pod, asks []ask) []Finding {
 		return nil
 	}
 	said := agentSays(p.Message)
+	for _, v := range f.views() {
+		if gone := f.agentGone(&v); gone != nil && v.name == p.Node {
+			return []Finding{*gone, find(Refused, "the kubelet of %s refused the pod: %s", p.Node, said)}
+		}
+	}
 	where := "the kubelet of " + cmp.Or(p.Node, "its node") + " refused the pod: "
 	code, next := Refused, ""
 	switch {
@@ -82,7 +87,8 @@ func (f *Facts) refused(p *Pod, asks []ask) []Finding {
 		code, next = TooMuch, advice(said)
 	case strings.Contains(said, "a request lives on one GPU"), strings.Contains(said, "each is of a different GPU"):
 		code, next = Fragmented, advice(said)
-	case strings.Contains(said, "none is free"), strings.Contains(said, "requested number of devices unavailable"):
+	case strings.Contains(said, "none is free"), strings.Contains(said, "requested number of devices unavailable"),
+		strings.HasPrefix(p.Reason, "OutOf"):
 		code = Full
 	case strings.Contains(said, "another program"), strings.Contains(said, "of another device plugin"):
 		code = OtherOwner
@@ -233,7 +239,7 @@ func (f *Facts) waits(p *Pod, c *Container, message string) Finding {
 		code = OtherOwner
 	case strings.Contains(said, "executable file not found"), strings.Contains(said, "no such file or directory") &&
 		strings.Contains(said, "exec"):
-		return f.lacks(c, said)
+		return lacks(c, said)
 	case strings.Contains(said, "unresolvable CDI device"), strings.Contains(said, "code = Unavailable"),
 		strings.Contains(said, "connection refused"):
 		for _, v := range f.views() {

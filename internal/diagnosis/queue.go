@@ -58,7 +58,12 @@ func (f *Facts) queued(w *Workload) (out []Finding) {
 			if strings.Contains(c.Message, "quota") {
 				code, why = Quota, "queue "+queue+" has no quota left for it"
 			}
-			out = append(out, find(code, "%s: %s", why, cmp.Or(c.Message, c.Reason)))
+			found := find(code, "%s: %s", why, cmp.Or(c.Message, c.Reason))
+			if strings.Contains(c.Message, "maximum capacity") { // Kueue's words for what can never fit
+				found.Cause = "queue " + queue + " can never have as much quota: " + c.Message
+				found.Next = "ask for less, or have the queue's quota raised; waiting does not help"
+			}
+			out = append(out, found)
 		case c.Type == "QuotaReserved":
 			seen, reserved = true, true
 		case c.Type == "Evicted" && c.True:

@@ -362,6 +362,12 @@ func (f *Facts) place(p *Pod, a ask) []Finding {
 			out = append(out, replies[i].Finding)
 		}
 	}
+	// What is wrong on nodes that offer it may be why they have no room.
+	for _, v := range f.views() {
+		if v.resource(a.resource) != nil && f.selects(p, &v) {
+			out = append(out, f.troubles(&v)...)
+		}
+	}
 	return out
 }
 
@@ -405,8 +411,8 @@ func (f *Facts) elsewhere(p *Pod, a ask, with []reply) Finding {
 		return find(NodeCordoned, "%s has room for it and is cordoned, the scheduler says: %s", rooms, p.Unscheduled).
 			on(names[0])
 	case strings.Contains(p.Unscheduled, "Insufficient "+a.resource):
-		return find(PartitionPending, "%s has room for %d of %s by its agent, and the scheduler does not know it yet: %s",
-			rooms, a.block, a.resource, p.Unscheduled).on(names[0])
+		return find(NoAgent, "%s has room for %d of %s by its GPUNode, and the scheduler finds none there: no agent serves "+
+			"its kubelet, or one has only just begun: %s", rooms, a.block, a.resource, p.Unscheduled).on(names[0])
 	case p.Unscheduled != "":
 		return find(Unplaced, "%s has room for %d of %s, and the scheduler places it nowhere: %s", rooms, a.block,
 			a.resource, p.Unscheduled)
