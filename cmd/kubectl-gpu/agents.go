@@ -30,8 +30,8 @@ func newStatus() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "status NODE",
 		Short: "print what the agent of a node offers, and who holds it",
-		Long: `Prints what ` + "`gpu-agent status`" + ` prints on the node. It names pods of all namespaces, and takes the
-role gpu-agent-operator.`,
+		Long: `Prints what "gpu-agent status" prints on the node. It names pods of all namespaces, and takes
+the role gpu-agent-operator.`,
 		Example: "kubectl gpu status node-1",
 		Args:    oneNode,
 		RunE: func(c *cobra.Command, args []string) error {
@@ -156,7 +156,8 @@ role gpu-agent-operator. Times are durations before now (24h), or in UTC: 2026-0
 	}
 	fs := c.Flags()
 	to.register(fs)
-	fs.StringVar(&q.By, "by", "namespace", "what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
+	fs.StringVar(&q.By, "by", "namespace",
+		"what makes a `line`: namespace, pod, or label=KEY, a key that the agent's --usage-labels has")
 	sinceFlag(fs, &q.Since)
 	fs.StringVar(&q.Until, "until", "", "`time` to end at (default: the end)")
 	fs.StringVar(&q.At, "at", "", "print who held something at this `time`")
@@ -221,18 +222,25 @@ type partitionFlags struct {
 func (p *partitionFlags) register(c *cobra.Command) {
 	fs := c.Flags()
 	p.to.register(fs)
-	fs.StringVar(&p.partition, "partition", "", "`name` of a partition in the file (default: the one that each node uses)")
+	fs.StringVar(&p.partition, "partition", "",
+		"`name` of a partition in the file (default: the one that each node uses)")
 	fs.StringArrayVar(&p.nodes, "node", nil, "`name` of a node; repeatable")
 	_ = c.RegisterFlagCompletionFunc("node", completeNodes(&p.to, -1))
-	_ = c.RegisterFlagCompletionFunc("partition", func(c *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
-		if len(args) == 1 && args[0] != "-" {
-			if f, err := readFile(c, args[0]); err == nil {
-				other := func(name string) bool { return !strings.HasPrefix(name, typed) }
-				return slices.DeleteFunc(f.Names(), other), cobra.ShellCompDirectiveNoFileComp
-			}
-		}
-		return nil, cobra.ShellCompDirectiveNoFileComp
-	})
+	_ = c.RegisterFlagCompletionFunc("partition", completePartition)
+}
+
+// completePartition completes --partition with the names in the file.
+func completePartition(c *cobra.Command, args []string, typed string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	const none = cobra.ShellCompDirectiveNoFileComp
+	if len(args) != 1 || args[0] == "-" { // the shell must not read the standard input
+		return nil, none
+	}
+	f, err := readFile(c, args[0])
+	if err != nil {
+		return nil, none
+	}
+	other := func(name string) bool { return !strings.HasPrefix(name, typed) }
+	return slices.DeleteFunc(f.Names(), other), none
 }
 
 // oneFile takes the name of a file as the only argument.

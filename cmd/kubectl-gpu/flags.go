@@ -23,7 +23,8 @@ func (t *connection) register(fs *pflag.FlagSet) {
 	fs.StringVar(&o.Kubeconfig, "kubeconfig", "",
 		"`file` with clusters and credentials (default: $KUBECONFIG, or ~/.kube/config)")
 	fs.StringVar(&o.Context, "context", "", "`name` of a context in it (default: its current one)")
-	fs.StringVarP(&o.Namespace, "namespace", "n", "", "`name` of the namespace of pods and Jobs (default: the context's)")
+	fs.StringVarP(&o.Namespace, "namespace", "n", "",
+		"`name` of the namespace of pods and Jobs (default: the context's)")
 	fs.StringVar(&o.As, "as", "", "`user` to act as")
 	fs.StringArrayVar(&o.AsGroups, "as-group", nil, "`group` to act as a member of, with --as; repeatable")
 	fs.DurationVar(&o.Timeout, "request-timeout", 15*time.Second, "`time` limit of one request to the API server")

@@ -28,7 +28,7 @@ func newBundle() *cobra.Command {
 		Long: `Writes an archive about a node: what is wrong there, status, the agent's log, Events, partitions and
 flags, the usage journal's tail, the node's objects, and versions. --redact hides the names of tenants:
 namespaces, pods, containers, and the values of pods' labels. Names of nodes, GPUs and resources stay.
-Look through it before you send it. What could not be had is named in its missing.txt. It takes the role
+Look through it before you send it. Its missing.txt names what could not be read. It takes the role
 gpu-agent-operator.`,
 		Example: "kubectl gpu bundle node-1 --redact",
 		Args:    oneNode,
@@ -45,7 +45,7 @@ gpu-agent-operator.`,
 				return err
 			}
 			name := cmp.Or(file, fmt.Sprintf("gpu-%s-%s.tar.gz", args[0], now.UTC().Format("20060102T150405Z")))
-			// It names all tenants' pods, so nobody else on this machine is to read it.
+			// It names all tenants' pods, so no other user of this machine may read it.
 			f, err := os.OpenFile(name, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o600)
 			if err != nil {
 				return err
@@ -60,8 +60,10 @@ gpu-agent-operator.`,
 		},
 	}
 	to.register(c.Flags())
-	c.Flags().BoolVar(&redact, "redact", false, "hide the names of namespaces, pods and containers, and the values of pods' labels")
-	c.Flags().StringVar(&file, "file", "", "`file` to write, which must not exist yet; - is the standard output (default: gpu-NODE-TIME.tar.gz)")
+	c.Flags().BoolVar(&redact, "redact", false,
+		"hide the names of namespaces, pods and containers, and the values of pods' labels")
+	c.Flags().StringVar(&file, "file", "",
+		"`file` to write, which must not exist yet; - is the standard output (default: gpu-NODE-TIME.tar.gz)")
 	c.ValidArgsFunction = completeNodes(&to, 1)
 	return c
 }

@@ -97,7 +97,8 @@ func (p platform) check(file string) error {
 		if err != nil {
 			return fmt.Errorf("%s is no program of macOS: %w", file, err)
 		}
-		if want := map[string]macho.Cpu{"amd64": macho.CpuAmd64, "arm64": macho.CpuArm64}[p.arch]; m.Cpu != want || m.Type != macho.TypeExec {
+		want := map[string]macho.Cpu{"amd64": macho.CpuAmd64, "arm64": macho.CpuArm64}[p.arch]
+		if m.Cpu != want || m.Type != macho.TypeExec {
 			return fmt.Errorf("%s is a %s for %s, want a program for %s", file, m.Type, m.Cpu, want)
 		}
 		return nil
@@ -106,7 +107,8 @@ func (p platform) check(file string) error {
 	if err != nil {
 		return fmt.Errorf("%s is no program of Linux: %w", file, err)
 	}
-	if want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[p.arch]; e.Machine != want || e.Type != elf.ET_EXEC {
+	want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[p.arch]
+	if e.Machine != want || e.Type != elf.ET_EXEC {
 		return fmt.Errorf("%s is %s for %s, want a program for %s", file, e.Type, e.Machine, want)
 	}
 	for _, s := range e.Progs {

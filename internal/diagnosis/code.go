@@ -2,7 +2,11 @@
 
 package diagnosis
 
-import "example.com/gpu-agent/internal/status"
+import (
+	"cmp"
+
+	"example.com/gpu-agent/internal/status"
+)
 
 // Code is a stable word for a cause, for programs. docs/kubectl.md explains each one; a test
 // compares the two.
@@ -46,8 +50,8 @@ const (
 	NotReady Code = "NotReady"
 	// Refused: the kubelet or the agent refused the pod for another reason.
 	Refused Code = "Refused"
-	// Quota: Kueue has no quota left. Queued: Kueue holds it for another reason. Suspended: somebody
-	// has suspended the Job.
+	// Quota: Kueue has no quota left. Queued: Kueue holds it for another reason. Suspended: the Job
+	// is suspended, and not by Kueue.
 	Quota     Code = "Quota"
 	Queued    Code = "Queued"
 	Suspended Code = "Suspended"
@@ -88,35 +92,30 @@ var Codes = []Code{NoGPU, WrongResource, NotOffered, TooMuch, Fragmented, Full,
 	HolderEnding, NotReady, Refused, Quota, Queued, Suspended, Gated, Unplaced,
 	OverCap, Intruder, NoCUDA, OutOfMemory, OOMKilled, ImagePull, Crash, Fine, Over, Unknown}
 
-// codeOf returns the code for a reason of the agent. The reason may be a newer version's.
-func codeOf(r status.Reason) Code {
-	switch r {
-	case status.HeldByPods, status.BusyProcess, status.NotInPartition:
-		return PartitionBlocked
-	case status.MIGOff, status.ResetDue:
-		return MIGOff
-	case status.OtherOwner, status.ForeignInstance:
-		return OtherOwner
-	case status.GPUUnhealthy, status.GPUMissing, status.DriverFailed, status.GPUDriverHangs, status.GPUInstanceFailed:
-		return UnhealthyGPU
-	case status.GPUCordoned:
-		return GPUCordoned
-	case status.PartitionsInvalid, status.PartitionsMissing, status.PartitionUnfit, status.PartitionUnset,
-		status.MIGUnsupported, status.NoRoom:
-		return PartitionWrong
-	case status.AgentEnds:
-		return NoAgent
-	case status.NotOffered:
-		return NotOffered
-	case status.GPUChange, status.GPUChangeFailed, status.ListsFull, status.Starting, status.NodeUnknown,
-		status.DriverUnread, status.DriverLetGo:
-		return PartitionPending
-	}
-	return NotReady
+// codes are the codes for reasons of the agent that say why a node or a GPU gives nothing out.
+var codes = map[status.Reason]Code{
+	status.HeldByPods: PartitionBlocked, status.BusyProcess: PartitionBlocked, status.NotInPartition: PartitionBlocked,
+	status.MIGOff: MIGOff, status.ResetDue: MIGOff,
+	status.OtherOwner: OtherOwner, status.ForeignInstance: OtherOwner,
+	status.GPUUnhealthy: UnhealthyGPU, status.GPUMissing: UnhealthyGPU, status.DriverFailed: UnhealthyGPU,
+	status.GPUDriverHangs: UnhealthyGPU, status.GPUInstanceFailed: UnhealthyGPU,
+	status.GPUCordoned:       GPUCordoned,
+	status.PartitionsInvalid: PartitionWrong, status.PartitionsMissing: PartitionWrong,
+	status.PartitionUnfit: PartitionWrong, status.PartitionUnset: PartitionWrong,
+	status.MIGUnsupported: PartitionWrong, status.NoRoom: PartitionWrong,
+	status.AgentEnds:  NoAgent,
+	status.NotOffered: NotOffered,
+	status.GPUChange:  PartitionPending, status.GPUChangeFailed: PartitionPending, status.ListsFull: PartitionPending,
+	status.Starting: PartitionPending, status.NodeUnknown: PartitionPending, status.DriverUnread: PartitionPending,
+	status.DriverLetGo: PartitionPending,
 }
 
-// next returns what to do about a code. %s is not part of it: what depends on names is said where
-// the finding is made.
+// codeOf returns the code for a reason of the agent; NotReady for all others. The reason may be a newer
+// version's.
+func codeOf(r status.Reason) Code { return cmp.Or(codes[r], NotReady) }
+
+// next are the steps that follow from codes. Steps that depend on figures stand where the finding is
+// made.
 var next = map[Code]string{
 	NoGPU:            "name a resource of the table of `kubectl gpu` in the container's limits",
 	NotOffered:       "ask for what `kubectl gpu` lists, or change the nodes' partition",
@@ -142,7 +141,7 @@ var next = map[Code]string{
 	OverCap: "ask for more, or have the program use less; if its image brings a libcuda.so of its own, " +
 		"take that out, so that the program is told before it is over the cap",
 	Intruder:    "ask for a GPU in the container's limits, and do not mount /dev or set NVIDIA_VISIBLE_DEVICES",
-	NoCUDA:      "use an image with what the program needs; the agent brings the driver's libraries and nvidia-smi alone",
+	NoCUDA:      "use an image with what the program needs; the agent brings the driver's libraries and nvidia-smi",
 	OutOfMemory: "ask for more units, or have the program use less",
 	OOMKilled:   "raise the container's limit of memory; GPU memory does not count there",
 	ImagePull:   "correct the image's name, or give the pod the secret to pull it",

@@ -21,7 +21,7 @@ type Diagnosis struct {
 	Finding
 	// Also are further findings, the nearest to the cause first.
 	Also []Finding `json:"also,omitempty"`
-	// Walk is what the answer follows from, in the order in which it was looked at.
+	// Walk is what the answer follows from, in the order of the looks.
 	Walk []Step `json:"walk,omitempty"`
 	// Unseen is what could not be read.
 	Unseen []Unseen `json:"unseen,omitempty"`
@@ -105,8 +105,8 @@ func different(found []Finding) []Finding {
 	return out
 }
 
-// clean makes one line of a text that somebody else may have written, at most as long as a
-// message: other characters than printable ones could move a terminal's cursor.
+// clean makes one line of a text that tenants or nodes may have written, at most as long as a message:
+// other characters than printable ones could move a terminal's cursor.
 func clean(s string) string {
 	s = strings.Join(strings.Fields(brief.Cut(s, brief.Text)), " ")
 	return strings.Map(func(r rune) rune {

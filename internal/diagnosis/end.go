@@ -22,8 +22,9 @@ var lacking = []*regexp.Regexp{
 // that means.
 var unfit = []struct{ text, means string }{
 	{"Torch not compiled with CUDA enabled", "the image has a PyTorch without CUDA"},
-	{"Found no NVIDIA driver on your system", "the image's CUDA does not find the driver's library that the agent brings"},
-	{"CUDA driver version is insufficient for CUDA runtime version", "the image's CUDA is newer than the node's driver allows"},
+	{"Found no NVIDIA driver on your system", "the image does not find the driver's library that the agent brings"},
+	{"CUDA driver version is insufficient for CUDA runtime version",
+		"the image's CUDA is newer than the node's driver allows"},
 }
 
 // exhausted are texts by which programs say that an allocation failed.
@@ -49,7 +50,8 @@ func (f *Facts) crashed(p *Pod, c *Container) []Finding {
 		}
 	}
 	if e.Reason == "OOMKilled" {
-		return []Finding{find(OOMKilled, "container %s used more of the node's memory than its limit and was killed", c.Name)}
+		return []Finding{find(OOMKilled, "container %s used more of the node's memory than its limit and was killed",
+			c.Name)}
 	}
 	again := ""
 	if c.Running {

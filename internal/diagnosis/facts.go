@@ -111,7 +111,7 @@ type Job struct {
 // Workload is Kueue's Workload.
 type Workload struct {
 	Name, Queue string
-	// Inactive is true if somebody has deactivated it (spec.active is false).
+	// Inactive is true if it was deactivated (spec.active is false).
 	Inactive   bool
 	Conditions []Condition
 	// Checks are its admission checks.
@@ -179,7 +179,8 @@ func Worst(pods []Pod) *Pod {
 	var best *Pod
 	for i := range pods {
 		p := &pods[i]
-		if best == nil || p.trouble() > best.trouble() || p.trouble() == best.trouble() && p.Created.After(best.Created) {
+		more := best == nil || p.trouble() > best.trouble()
+		if more || p.trouble() == best.trouble() && p.Created.After(best.Created) {
 			best = p
 		}
 	}

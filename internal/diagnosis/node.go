@@ -22,7 +22,8 @@ func (f *Facts) node() []Finding {
 	if v.status() == nil {
 		return []Finding{find(Unknown, "the GPUNode of %s was not seen", v.name).on(v.name)}
 	}
-	return []Finding{{Code: Fine, Cause: "nothing is wrong on " + v.name + ": " + cmp.Or(v.status().Summary.Modes, "it has no GPUs")}}
+	modes := cmp.Or(v.status().Summary.Modes, "it has no GPUs")
+	return []Finding{{Code: Fine, Cause: "nothing is wrong on " + v.name + ": " + modes}}
 }
 
 // Troubles returns what is wrong on a node, the gravest first; nil if nothing is known to be wrong.
@@ -237,7 +238,8 @@ func (v *view) agentLines() (out []string) {
 	}
 	if s := v.status(); s != nil {
 		for _, c := range s.Conditions {
-			out = append(out, strings.TrimSpace(fmt.Sprintf("GPUNode %s is %s (%s) %s", c.Type, c.Status, c.Reason, c.Message)))
+			line := fmt.Sprintf("GPUNode %s is %s (%s) %s", c.Type, c.Status, c.Reason, c.Message)
+			out = append(out, strings.TrimSpace(line))
 		}
 	}
 	if n := v.node; n != nil {

@@ -250,7 +250,8 @@ func (f *Facts) waits(p *Pod, c *Container, message string) Finding {
 	}
 	if code == NotReady {
 		if found := f.sick(p, f.asks(p)); found != nil && strings.Contains(said, "GPU-") {
-			for _, word := range strings.FieldsFunc(said, func(r rune) bool { return strings.ContainsRune("() ,:;", r) }) {
+			ends := func(r rune) bool { return strings.ContainsRune("() ,:;", r) }
+			for _, word := range strings.FieldsFunc(said, ends) {
 				if strings.HasPrefix(word, "GPU-") && strings.Contains(found.Cause, word) {
 					return *found
 				}
@@ -270,7 +271,8 @@ func (f *Facts) there(p *Pod) (out []Finding) {
 			out = append(out, *gone)
 		}
 		if v.node != nil && v.node.NotReady != "" {
-			out = append(out, find(NodeNotReady, "the kubelet of %s is not ready: %s", v.name, v.node.NotReady).on(v.name))
+			out = append(out, find(NodeNotReady, "the kubelet of %s is not ready: %s", v.name, v.node.NotReady).
+				on(v.name))
 		}
 	}
 	return out
@@ -369,10 +371,12 @@ func (f *Facts) walk() (out []Step) {
 			says = append(says, "runs")
 		}
 		if c.Ended != nil {
-			says = append(says, strings.TrimSpace(fmt.Sprintf("ended with %d: %s %s", c.Ended.Exit, c.Ended.Reason, c.Ended.Message)))
+			line := fmt.Sprintf("ended with %d: %s %s", c.Ended.Exit, c.Ended.Reason, c.Ended.Message)
+			says = append(says, strings.TrimSpace(line))
 		}
 		if len(c.Devices) > 0 {
-			says = append(says, fmt.Sprintf("has %d devices, of %s", len(c.Devices), strings.Join(gpusOf(c.Devices), ", ")))
+			gpus := strings.Join(gpusOf(c.Devices), ", ")
+			says = append(says, fmt.Sprintf("has %d devices, of %s", len(c.Devices), gpus))
 		}
 		add("container "+c.Name, says)
 	}

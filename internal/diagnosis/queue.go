@@ -36,7 +36,7 @@ func (f *Facts) job() []Finding {
 		return append(out, failed)
 	}
 	if f.Pod == nil {
-		return []Finding{find(Unknown, "the Job has no pods, and nothing says why; see its Events")}
+		return []Finding{find(Unknown, "the Job has no pods, for no known reason; see its Events")}
 	}
 	return out
 }
@@ -70,7 +70,7 @@ func (f *Facts) queued(w *Workload) (out []Finding) {
 			out = append(out, find(Queued, "Kueue has evicted it (%s): %s", c.Reason, c.Message))
 		}
 	}
-	// A check says what the placer, or another controller, still waits for.
+	// The placer, or another controller, writes into its check what it still waits for.
 	for _, c := range w.Checks {
 		if c.State != "Ready" {
 			found := find(Queued, "admission check %s is %s: %s", c.Name, c.State, cmp.Or(c.Message, "it says nothing"))

@@ -113,7 +113,9 @@ func (f *Facts) views() []view {
 		v.agents = append(v.agents, f.Agents[i])
 	}
 	for i := range f.Nodes {
-		if n := &f.Nodes[i]; n.Chosen || n.Name == f.Node || byName[n.Name] != nil || f.Pod != nil && f.Pod.Node == n.Name {
+		n := &f.Nodes[i]
+		bound := f.Pod != nil && f.Pod.Node == n.Name
+		if n.Chosen || n.Name == f.Node || byName[n.Name] != nil || bound {
 			at(n.Name).node = n
 		}
 	}
@@ -187,7 +189,7 @@ func offering(g *gpunode.GPU, name string) bool {
 // reply is what a node answers to a request.
 type reply struct {
 	node string
-	// nearness says how near the node is to having room: the highest is the nearest.
+	// nearness is the highest for a node that nearly has room.
 	nearness int
 	// free and most are what the node has free, and the most that one container could get now.
 	free, most int64
@@ -196,7 +198,7 @@ type reply struct {
 	Finding
 }
 
-// How near a node is to having room.
+// Values of reply.nearness, the lowest first.
 const (
 	farOther = iota // not offered there, and nothing is wrong
 	farTooMuch
@@ -296,7 +298,8 @@ func withdrawn(node string, g *gpunode.GPU) Finding {
 	if code == UnhealthyGPU {
 		what = "is unhealthy"
 	}
-	return find(code, "GPU %d (%s) of %s %s: %s", g.Index, g.UUID, node, what, cmp.Or(c.Message, string(c.Reason))).on(node)
+	return find(code, "GPU %d (%s) of %s %s: %s", g.Index, g.UUID, node, what,
+		cmp.Or(c.Message, string(c.Reason))).on(node)
 }
 
 // place returns why a pod that asks for something has no node: the answer of the nodes that come
@@ -411,8 +414,9 @@ func (f *Facts) elsewhere(p *Pod, a ask, with []reply) Finding {
 		return find(NodeCordoned, "%s has room for it and is cordoned, the scheduler says: %s", rooms, p.Unscheduled).
 			on(names[0])
 	case strings.Contains(p.Unscheduled, "Insufficient "+a.resource):
-		return find(NoAgent, "%s has room for %d of %s by its GPUNode, and the scheduler finds none there: no agent serves "+
-			"its kubelet, or one has only just begun: %s", rooms, a.block, a.resource, p.Unscheduled).on(names[0])
+		return find(NoAgent, "%s has room for %d of %s by its GPUNode, and the scheduler finds none there: "+
+			"no agent serves its kubelet, or one has only just begun: %s", rooms, a.block, a.resource, p.Unscheduled).
+			on(names[0])
 	case p.Unscheduled != "":
 		return find(Unplaced, "%s has room for %d of %s, and the scheduler places it nowhere: %s", rooms, a.block,
 			a.resource, p.Unscheduled)
@@ -468,8 +472,8 @@ func (f *Facts) wrongName(a ask) *Finding {
 		if err != nil || len(profiles) == 0 || profiles[profile.GPUInstance().String()] {
 			return nil
 		}
-		w := find(WrongResource, "container %s asks for %s, and no GPU of the cluster has the MIG profile %s", a.container,
-			a.resource, profile)
+		w := find(WrongResource, "container %s asks for %s, and no GPU of the cluster has the MIG profile %s",
+			a.container, a.resource, profile)
 		w.Next = "ask for a profile that the cards have: " + brief.List(slices.Sorted(maps.Keys(profiles)), 4*mostNames)
 		return &w
 	}

@@ -34,10 +34,12 @@ const (
 	bundleRecords = 5_000
 )
 
-// WriteBundle writes an archive (.tar.gz) with what a report about a node needs. What cannot be had
-// is named in the archive's missing.txt, and in the returned notes: a node in trouble is what
-// bundles are for. It fails if the archive cannot be written, or if a part cannot be redacted.
-func WriteBundle(ctx context.Context, c *pluginkube.Client, node string, o BundleOptions, out io.Writer) (notes []string, err error) {
+// WriteBundle writes an archive (.tar.gz) with what a report about a node needs. The
+// archive's missing.txt and the returned notes name what could not be read: a node in trouble is
+// what bundles are for. It fails if the archive cannot be written, or if a part cannot be redacted.
+func WriteBundle(
+	ctx context.Context, c *pluginkube.Client, node string, o BundleOptions, out io.Writer,
+) (notes []string, err error) {
 	b := &bundle{ctx: ctx, c: c, node: node}
 	b.collect(o.Version)
 	missing := strings.Join(b.missing, "\n")
@@ -198,7 +200,8 @@ func writeArchive(out io.Writer, folder string, parts []part, now time.Time) err
 	z := gzip.NewWriter(out)
 	w := tar.NewWriter(z)
 	for _, p := range parts {
-		h := &tar.Header{Name: folder + "/" + p.name, Mode: 0o600, Size: int64(len(p.data)), ModTime: now.Truncate(time.Second)}
+		h := &tar.Header{Name: folder + "/" + p.name, Mode: 0o600, Size: int64(len(p.data)),
+			ModTime: now.Truncate(time.Second)}
 		if err := w.WriteHeader(h); err != nil {
 			return fmt.Errorf("write %s into the bundle: %w", p.name, err)
 		}

@@ -88,7 +88,8 @@ func (f *Fleet) Write(out io.Writer) error {
 			if s == nil {
 				s = &gpunode.Summary{}
 			}
-			row := []string{n.Name, strconv.Itoa(s.GPUs), s.Modes, s.Free, s.Largest, strconv.Itoa(s.SaturationPercent), n.wrong()}
+			row := []string{n.Name, strconv.Itoa(s.GPUs), s.Modes, s.Free, s.Largest,
+				strconv.Itoa(s.SaturationPercent), n.wrong()}
 			if n.Summary == nil {
 				row[1], row[5] = "", ""
 			}

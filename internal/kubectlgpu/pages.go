@@ -78,7 +78,8 @@ func (p *Pages) ask(ctx context.Context, method, path string, query url.Values, 
 	case err != nil:
 		return nil, fmt.Errorf("read %s of the agent %s: %w", path, p.Agent.Name, err)
 	case response.StatusCode == http.StatusNotFound, response.StatusCode == http.StatusMethodNotAllowed:
-		return nil, fmt.Errorf("the agent %s has no page %s: it is older than this program, or keeps no account", p.Agent.Name, path)
+		return nil, fmt.Errorf("the agent %s has no page %s: it is older than this program, or keeps no account",
+			p.Agent.Name, path)
 	case response.StatusCode != http.StatusOK:
 		return nil, fmt.Errorf("the agent %s does not answer %s: %s", p.Agent.Name, path,
 			printable(strings.TrimSpace(string(said[:min(len(said), 500)]))))
@@ -167,7 +168,9 @@ const atOnce = 8
 
 // Agents returns the agents of these nodes, or of all nodes if there are none. failed names nodes
 // without one.
-func Agents(ctx context.Context, c *pluginkube.Client, nodes []string) (out []pluginkube.Agent, failed []error, err error) {
+func Agents(
+	ctx context.Context, c *pluginkube.Client, nodes []string,
+) (out []pluginkube.Agent, failed []error, err error) {
 	all, err := c.Agents(ctx, "")
 	if err != nil {
 		return nil, nil, err

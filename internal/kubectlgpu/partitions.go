@@ -38,7 +38,7 @@ const (
 )
 
 // ReadFile reads a partition file: a bare one, or a manifest with the ConfigMap that has one. It fails
-// if a manifest has none, or several of which none has the name of the manifests.
+// if a manifest has none, or has several and none with the name gpu-partitions.
 func ReadFile(name string, from io.Reader) (*File, error) {
 	data, err := io.ReadAll(io.LimitReader(from, mostFile+1))
 	if err != nil {
@@ -57,7 +57,7 @@ func ReadFile(name string, from io.Reader) (*File, error) {
 	for {
 		n := new(yaml.Node)
 		if err := loader.Load(n); err != nil {
-			// What is not YAML is no manifest: the agent says what is wrong with it.
+			// What is not YAML is no manifest: the agent explains the mistake.
 			break
 		}
 		is, file := fromManifest(name, n)
@@ -179,7 +179,9 @@ type Verdict struct {
 // Ask asks the agents of nodes, or of all if there are none, what a file would come to. partition is
 // the one to judge; empty means the one that each node uses. brief leaves out what pods could ask
 // for then.
-func Ask(ctx context.Context, c *pluginkube.Client, f *File, nodes []string, partition string, brief bool) (*Verdicts, error) {
+func Ask(
+	ctx context.Context, c *pluginkube.Client, f *File, nodes []string, partition string, brief bool,
+) (*Verdicts, error) {
 	agents, failed, err := Agents(ctx, c, nodes)
 	if err != nil {
 		return nil, err

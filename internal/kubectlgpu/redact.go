@@ -42,7 +42,8 @@ var inText = []struct {
 	pattern *regexp.Regexp
 	kinds   []string
 }{
-	{regexp.MustCompile(`(?:^|[^\w/.-])([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)`), []string{"namespace", "pod"}},
+	{regexp.MustCompile(`(?:^|[^\w/.-])([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)/([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)`),
+		[]string{"namespace", "pod"}},
 	{regexp.MustCompile(`\bcontainers? "?([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)"? of pod`), []string{"container"}},
 	{regexp.MustCompile(`\bnamespace[= ]"?([a-z0-9](?:[a-z0-9-]*[a-z0-9])?)`), []string{"namespace"}},
 	{regexp.MustCompile(`\bpod[= ]"?([a-z0-9](?:[a-z0-9.-]*[a-z0-9])?)(?:[^/\w.-]|$)`), []string{"pod"}},
@@ -138,7 +139,8 @@ func (r *redactor) text(s string) string {
 		return strings.Join(parts, "/") + tail
 	})
 	// Names that are no words of this form, such as labels with other characters.
-	for _, name := range slices.SortedFunc(maps.Keys(r.aliases), func(a, b string) int { return cmp.Or(len(b)-len(a), cmp.Compare(a, b)) }) {
+	longest := func(a, b string) int { return cmp.Or(len(b)-len(a), cmp.Compare(a, b)) }
+	for _, name := range slices.SortedFunc(maps.Keys(r.aliases), longest) {
 		if word.FindString(name) != name {
 			s = strings.ReplaceAll(s, name, r.aliases[name])
 		}
@@ -148,7 +150,8 @@ func (r *redactor) text(s string) string {
 
 // domain reports whether a word is the domain of names that are no tenant's.
 func (r *redactor) domain(w string) bool {
-	return strings.Contains(w, ".") && r.keep[w] || w == "nvidia.com" || strings.HasSuffix(w, "k8s.io") || strings.HasSuffix(w, "kubernetes.io")
+	return strings.Contains(w, ".") && r.keep[w] || w == "nvidia.com" ||
+		strings.HasSuffix(w, "k8s.io") || strings.HasSuffix(w, "kubernetes.io")
 }
 
 // json replaces the names in a value that was decoded from JSON. A single word that is not the value

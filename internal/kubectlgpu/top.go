@@ -68,8 +68,8 @@ func (t *Top) Write(out io.Writer) error {
 		if u.SMPercent != nil {
 			sm = strconv.FormatFloat(*u.SMPercent, 'f', 0, 64)
 		}
-		row := []string{u.Node, u.Namespace, u.Pod, u.Container.Container, strconv.Itoa(u.Index), gib(u.UsedMiB), gib(u.CapMiB), peak,
-			strconv.FormatUint(u.Refusals, 10), sm, u.Guarantee}
+		row := []string{u.Node, u.Namespace, u.Pod, u.Container.Container, strconv.Itoa(u.Index), gib(u.UsedMiB),
+			gib(u.CapMiB), peak, strconv.FormatUint(u.Refusals, 10), sm, u.Guarantee}
 		for j := range row {
 			row[j] = cmp.Or(printable(row[j]), "-")
 		}

@@ -60,7 +60,7 @@ type Had struct {
 	Labels     map[string]string `json:"labels,omitempty"`
 }
 
-// AccountQuery says what to account for. The texts are as `gpu-agent usage` takes them.
+// AccountQuery is what to account for. The texts are as `gpu-agent usage` takes them.
 type AccountQuery struct{ By, Since, Until, At, GPU string }
 
 // ReadAccount asks the agents of nodes, or of all nodes if there are none. Errors are of single nodes,
@@ -71,7 +71,8 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 		return nil, err
 	}
 	query := url.Values{}
-	for key, value := range map[string]string{"by": q.By, "since": q.Since, "until": q.Until, "at": q.At, "gpu": q.GPU} {
+	asked := map[string]string{"by": q.By, "since": q.Since, "until": q.Until, "at": q.At, "gpu": q.GPU}
+	for key, value := range asked {
 		if value != "" {
 			query.Set(key, value)
 		}
@@ -134,23 +135,25 @@ func (s *Sum) add(o *Sum) {
 func (a *Account) Write(out io.Writer) error {
 	var rows [][]string
 	if a.Had != nil {
-		rows = append(rows, []string{"NODE", "GPU", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE", "UNTIL"})
+		rows = append(rows, []string{"NODE", "GPU", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE",
+			"UNTIL"})
 		for i := range a.Had {
 			h := &a.Had[i]
 			until := ""
 			if !h.Until.IsZero() {
 				until = h.Until.UTC().Format(time.RFC3339)
 			}
-			rows = append(rows, []string{h.Node, strconv.Itoa(h.Index), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64),
-				h.Namespace, h.Pod, h.Container, h.Since.UTC().Format(time.RFC3339), until})
+			share := strconv.FormatFloat(h.Share, 'g', 4, 64)
+			rows = append(rows, []string{h.Node, strconv.Itoa(h.Index), h.Piece, share, h.Namespace,
+				h.Pod, h.Container, h.Since.UTC().Format(time.RFC3339), until})
 		}
 	} else {
 		rows = append(rows, []string{strings.ToUpper(cmp.Or(a.by, "namespace")), "GRANTS", "GPU-HOURS GRANTED", "USED",
 			"GiB-HOURS GRANTED", "USED", "SM-HOURS"})
 		for i := range a.Sums {
 			s := &a.Sums[i]
-			rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), hours(&s.GrantedGPUHours), hours(s.UsedGPUHours),
-				hours(&s.GrantedGiBHours), hours(s.UsedGiBHours), hours(s.SMHours)})
+			rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), hours(&s.GrantedGPUHours),
+				hours(s.UsedGPUHours), hours(&s.GrantedGiBHours), hours(s.UsedGiBHours), hours(s.SMHours)})
 		}
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)

@@ -136,21 +136,23 @@ func example(namespace, name, node, resourceName string, o *VerifyOptions, want 
 	amounts := corev1.ResourceList{
 		corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi"),
 		corev1.ResourceName(resourceName): resource.MustParse("1")}
+	here := corev1.NodeSelectorRequirement{Key: "metadata.name", Operator: corev1.NodeSelectorOpIn, Values: []string{node}}
+	affinity := &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+		NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{here}}}}}
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name,
 			Labels: map[string]string{"app.kubernetes.io/managed-by": "kubectl-gpu"}},
 		Spec: corev1.PodSpec{
 			// The scheduler places it, so that admission and quota count as for any pod.
-			Affinity: &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
-				NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{
-					{Key: "metadata.name", Operator: corev1.NodeSelectorOpIn, Values: []string{node}}}}}}}},
+			Affinity:      &corev1.Affinity{NodeAffinity: affinity},
 			Tolerations:   []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
-			RestartPolicy: corev1.RestartPolicyNever, ActiveDeadlineSeconds: &limit, TerminationGracePeriodSeconds: &now,
-			AutomountServiceAccountToken: &no, EnableServiceLinks: &no,
+			RestartPolicy: corev1.RestartPolicyNever, ActiveDeadlineSeconds: &limit,
+			TerminationGracePeriodSeconds: &now,
+			AutomountServiceAccountToken:  &no, EnableServiceLinks: &no,
 			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &nobody, RunAsGroup: &nobody,
 				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
-			Containers: []corev1.Container{{Name: "main", Image: o.Image, ImagePullPolicy: corev1.PullIfNotPresent, Command: want.command,
-				Resources: corev1.ResourceRequirements{Limits: amounts},
+			Containers: []corev1.Container{{Name: "main", Image: o.Image, ImagePullPolicy: corev1.PullIfNotPresent,
+				Command: want.command, Resources: corev1.ResourceRequirements{Limits: amounts},
 				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
 					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}}}},
 		},
@@ -249,34 +251,36 @@ func (s *sight) judge(said string) (string, error) {
 	if s.capMiB > 0 {
 		cells := memoryCell.FindAllStringSubmatch(said, -1)
 		if len(cells) != 1 {
-			return "", fmt.Errorf("nvidia-smi shows the memory of %d GPUs, and it was given a part of one: %s", len(cells), brief1(said))
+			return "", fmt.Errorf("nvidia-smi shows the memory of %d GPUs, and it was given a part of one: %s",
+				len(cells), oneLine(said))
 		}
 		if n, err := strconv.Atoi(cells[0][1]); err != nil || n != s.capMiB {
-			return "", fmt.Errorf("nvidia-smi shows %s MiB, and it was given %d: the cap does not hold", cells[0][1], s.capMiB)
+			return "", fmt.Errorf("nvidia-smi shows %s MiB, and it was given %d: the cap does not hold",
+				cells[0][1], s.capMiB)
 		}
 		return fmt.Sprintf("it sees one GPU of %d MiB", s.capMiB), nil
 	}
 	gpus := gpuLine.FindAllStringSubmatch(said, -1)
 	if len(gpus) != 1 {
-		return "", fmt.Errorf("nvidia-smi shows %d GPUs, and it was given one: %s", len(gpus), brief1(said))
+		return "", fmt.Errorf("nvidia-smi shows %d GPUs, and it was given one: %s", len(gpus), oneLine(said))
 	}
 	if s.profile == "" {
 		return fmt.Sprintf("it sees %s (%s)", gpus[0][1], gpus[0][2]), nil
 	}
 	instances := migLine.FindAllStringSubmatch(said, -1)
 	if len(instances) != 1 || instances[0][1] != s.profile {
-		return "", fmt.Errorf("nvidia-smi shows other MIG devices than one %s: %s", s.profile, brief1(said))
+		return "", fmt.Errorf("nvidia-smi shows other MIG devices than one %s: %s", s.profile, oneLine(said))
 	}
 	return fmt.Sprintf("it sees one MIG %s (%s)", instances[0][1], instances[0][2]), nil
 }
 
-// brief1 returns a text on one line, cut.
-func brief1(s string) string {
+// oneLine returns a text on one line, cut.
+func oneLine(s string) string {
 	s = strings.Join(strings.Fields(s), " ")
 	return s[:min(len(s), 200)]
 }
 
-// ErrVerify is the error of a verification of which an example fails.
+// ErrVerify means that an example fails.
 var ErrVerify = errors.New("not all examples work")
 
 // Err returns ErrVerify with the number of examples that fail, or nil.

@@ -56,7 +56,8 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource, namespace string) {
 	query := r.URL.Query()
 	picks := namespace != "" || query.Get("labelSelector") != ""
-	if want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]; !picks && query.Get("fieldSelector") != want {
+	want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]
+	if !picks && query.Get("fieldSelector") != want {
 		Refuse(w, 400, "BadRequest")
 		return
 	}
@@ -68,7 +69,9 @@ func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource, names
 	s.Mu.Lock()
 	version := strconv.Itoa(s.Version)
 	s.Mu.Unlock()
-	items := slices.DeleteFunc(s.All(resource), func(o map[string]any) bool { return !picks && ended(o) || picks && !chosen(o) })
+	items := slices.DeleteFunc(s.All(resource), func(o map[string]any) bool {
+		return !picks && ended(o) || picks && !chosen(o)
+	})
 	metadata := map[string]any{"resourceVersion": version}
 	first, at, more := strings.Cut(query.Get("continue"), "@")
 	if more && at != version {

@@ -107,7 +107,9 @@ func (c *Client) ResourceDomain() string { return c.o.ResourceDomain }
 var ErrNotFound = errors.New("not found")
 
 // get reads one object. The error wraps ErrNotFound if there is none.
-func (c *Client) get(ctx context.Context, of schema.GroupVersionResource, namespace, name string) (*unstructured.Unstructured, error) {
+func (c *Client) get(
+	ctx context.Context, of schema.GroupVersionResource, namespace, name string,
+) (*unstructured.Unstructured, error) {
 	ctx, cancel := context.WithTimeout(ctx, c.o.Timeout)
 	defer cancel()
 	o, err := c.in(of, namespace).Get(ctx, name, metav1.GetOptions{})
@@ -142,7 +144,9 @@ type selectors struct{ labels, fields string }
 const most = 20_000
 
 // list reads all objects that are chosen, in pages.
-func (c *Client) list(ctx context.Context, of schema.GroupVersionResource, namespace string, s selectors) ([]unstructured.Unstructured, error) {
+func (c *Client) list(
+	ctx context.Context, of schema.GroupVersionResource, namespace string, s selectors,
+) ([]unstructured.Unstructured, error) {
 	var out []unstructured.Unstructured
 	for o := (metav1.ListOptions{LabelSelector: s.labels, FieldSelector: s.fields, Limit: kube.Page}); ; {
 		bounded, cancel := context.WithTimeout(ctx, c.o.Timeout)
@@ -271,7 +275,8 @@ func (c *Client) CreatePod(ctx context.Context, pod *corev1.Pod) (string, error)
 	if err != nil {
 		return "", err
 	}
-	o, err := c.in(kube.Pods, pod.Namespace).Create(ctx, &unstructured.Unstructured{Object: fields}, metav1.CreateOptions{})
+	o, err := c.in(kube.Pods, pod.Namespace).Create(ctx, &unstructured.Unstructured{Object: fields},
+		metav1.CreateOptions{})
 	if err != nil {
 		return "", fmt.Errorf("create pod %s: %w", named(pod.Namespace, pod.Name), err)
 	}

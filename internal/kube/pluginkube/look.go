@@ -80,7 +80,8 @@ func (c *Client) Look(ctx context.Context, s Subject) (diagnosis.Facts, error) {
 	if refused != nil {
 		return f, refused
 	}
-	return f, fmt.Errorf("there is no pod or Job %s in namespace %s, and no node of that name: %w", s.Name, s.Namespace, ErrNotFound)
+	return f, fmt.Errorf("there is no pod or Job %s in namespace %s, and no node of that name: %w",
+		s.Name, s.Namespace, ErrNotFound)
 }
 
 func (c *Client) lookAtPod(ctx context.Context, f *diagnosis.Facts, s Subject) error {
@@ -117,7 +118,8 @@ func (c *Client) lookAtJob(ctx context.Context, f *diagnosis.Facts, s Subject) e
 		return fmt.Errorf("read job %s/%s: %w", s.Namespace, s.Name, err)
 	}
 	f.Job = readJob(j)
-	items, err := c.list(ctx, kube.Pods, s.Namespace, selectors{labels: batchv1.ControllerUidLabel + "=" + string(j.UID)})
+	own := selectors{labels: batchv1.ControllerUidLabel + "=" + string(j.UID)}
+	items, err := c.list(ctx, kube.Pods, s.Namespace, own)
 	f.Unseen = unseen(f.Unseen, "pods of the Job", err)
 	var pods []diagnosis.Pod
 	uids := map[string]string{}
@@ -293,7 +295,7 @@ func (c *Client) addLogs(ctx context.Context, f *diagnosis.Facts) {
 			continue
 		}
 		bounded, cancel := context.WithTimeout(ctx, c.o.Timeout)
-		// While it waits to be started again, or is, its last run is the one before.
+		// Once the kubelet starts it again, the run that ended is the previous one.
 		text, err := c.tail(bounded, f.Pod, of.Name, of.Running || of.Waiting != "")
 		cancel()
 		f.Unseen = unseen(f.Unseen, "the log of container "+of.Name, err)
@@ -302,7 +304,8 @@ func (c *Client) addLogs(ctx context.Context, f *diagnosis.Facts) {
 }
 
 func (c *Client) tail(ctx context.Context, p *diagnosis.Pod, container string, previous bool) (string, error) {
-	body, err := c.Log(ctx, p.Namespace, p.Name, LogOptions{Container: container, Previous: previous, Tail: logLines, Most: logBytes})
+	body, err := c.Log(ctx, p.Namespace, p.Name,
+		LogOptions{Container: container, Previous: previous, Tail: logLines, Most: logBytes})
 	if err != nil {
 		return "", err
 	}
@@ -335,7 +338,8 @@ const mostNames = 200
 // Names returns names of objects of a kind, for a shell that completes them: of pods and Jobs in a
 // namespace, and of nodes that have a GPUNode. It asks for one page alone.
 func (c *Client) Names(ctx context.Context, kind, namespace string) (out []string, err error) {
-	of, ok := map[string]schema.GroupVersionResource{"pod": kube.Pods, "job": jobsResource, "node": kube.GPUNodes(c.o.Domain)}[kind]
+	of, ok := map[string]schema.GroupVersionResource{
+		"pod": kube.Pods, "job": jobsResource, "node": kube.GPUNodes(c.o.Domain)}[kind]
 	if !ok {
 		return nil, fmt.Errorf("there are no objects %q", kind)
 	}

@@ -30,7 +30,8 @@ func readPod(p *corev1.Pod) diagnosis.Pod {
 		Reason: p.Status.Reason, Message: p.Status.Message, Selector: p.Spec.NodeSelector,
 		Deleting: p.DeletionTimestamp != nil, Created: p.CreationTimestamp.Time}
 	for _, c := range p.Status.Conditions {
-		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Reason != corev1.PodReasonSchedulingGated {
+		gated := c.Reason == corev1.PodReasonSchedulingGated
+		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && !gated {
 			out.Unscheduled = cmp.Or(c.Message, c.Reason)
 		}
 	}
@@ -224,8 +225,8 @@ func (w *workload) facts() *diagnosis.Workload {
 	out := &diagnosis.Workload{Name: w.Metadata.Name, Queue: w.Spec.QueueName,
 		Inactive: w.Spec.Active != nil && !*w.Spec.Active}
 	for _, c := range w.Status.Conditions {
-		out.Conditions = append(out.Conditions, diagnosis.Condition{Type: c.Type, True: c.Status == metav1.ConditionTrue,
-			Reason: c.Reason, Message: c.Message})
+		out.Conditions = append(out.Conditions, diagnosis.Condition{
+			Type: c.Type, True: c.Status == metav1.ConditionTrue, Reason: c.Reason, Message: c.Message})
 	}
 	for _, c := range w.Status.AdmissionChecks {
 		out.Checks = append(out.Checks, diagnosis.Check{Name: c.Name, State: c.State, Message: c.Message})

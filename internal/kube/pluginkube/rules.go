@@ -11,7 +11,8 @@ import (
 // a pod needs for `kubectl gpu why` beyond the rights in the pod's own namespace.
 var ViewRules = []kube.Rule{
 	{APIGroup: kube.ManifestDomain, Resource: gpunode.Plural, Verbs: []string{"get", "list", "watch"}, Cluster: true,
-		Why: "see what each node's GPUs are, and what is free of them; the object names pods only where --gpunode is holders"},
+		Why: "see what each node's GPUs are, and what is free of them; " +
+			"the object names pods only where --gpunode is holders"},
 }
 
 // OperatorRules lists what the role gpu-agent-operator grants in the whole cluster, beside ViewRules.
