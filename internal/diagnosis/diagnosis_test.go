@@ -268,8 +268,15 @@ func TestTroubles(t *testing.T) {
 		"a check of the placer": {facts(nil).of(Job{Suspended: true, Queue: "q"}, &Workload{Name: "w", Queue: "q", Conditions: []Condition{{Type: "QuotaReserved", True: true}},
 			Checks: []Check{{"gpu-placer", "Pending", "no room for 50 of example.com/gpu-mem: the largest free block is 29"}}}), Queued, []string{"admission check gpu-placer is Pending: no room for 50"}, "wait"},
 		"a node that is well": {facts(nil, healthy).at("node-1").see(Node{Name: "node-1", Chosen: true, State: "applied", Allocatable: map[string]int64{memory: 158}}), Fine, []string{"nothing is wrong on node-1"}, ""},
+		"a claim that can never be prepared": {facts(func() *Pod {
+			p := &Pod{Namespace: "train", Name: "job-1", Phase: "Pending", Node: "node-1", Claims: []string{"gpu"}}
+			p.Containers = []Container{{Name: "main", Waiting: "ContainerCreating"}}
+			return p
+		}(), healthy).hear(Event{Warning: true, Reason: string(status.ClaimRefused), Message: "claim train/c can never be prepared, there is no such device"}), Refused,
+			[]string{"claim train/c can never be prepared"}, "create the pod anew"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			c.facts.lessAndLess(t)
 			d := c.facts.Explain()
 			var text strings.Builder
 			if err := d.Write(&text); err != nil {
@@ -292,6 +299,50 @@ func TestTroubles(t *testing.T) {
 				t.Errorf("the next step has a name left open: %s", after)
 			}
 		})
+	}
+}
+
+// lessAndLess takes the facts away one by one: there is an answer to any of them.
+func (f Facts) lessAndLess(t *testing.T) {
+	t.Helper()
+	for name, take := range map[string]func(*Facts){
+		"GPUNodes": func(f *Facts) { f.GPUNodes = nil }, "Nodes": func(f *Facts) { f.Nodes = nil }, "agents": func(f *Facts) { f.Agents = nil },
+		"Events": func(f *Facts) { f.Events = nil }, "the Workload": func(f *Facts) { f.Workload = nil },
+		"statuses": func(f *Facts) {
+			f.GPUNodes = slices.Clone(f.GPUNodes)
+			for i := range f.GPUNodes {
+				f.GPUNodes[i].Status, f.GPUNodes[i].Odd = nil, "status.gpus[0].total: 1, and the most is 0"
+			}
+		},
+		"conditions": func(f *Facts) {
+			f.GPUNodes = slices.Clone(f.GPUNodes)
+			for i := range f.GPUNodes {
+				s := *f.GPUNodes[i].Status
+				s.Conditions, s.GPUs, s.Cards = nil, slices.Clone(s.GPUs), nil
+				for j := range s.GPUs {
+					s.GPUs[j].Conditions = nil
+				}
+				f.GPUNodes[i].Status = &s
+			}
+		},
+	} {
+		less := f
+		take(&less)
+		if d := less.Explain(); d.Cause == "" || d.Code == "" || d.Subject == "" && (f.Pod != nil || f.Job != nil || f.Node != "") {
+			t.Errorf("without %s: %+v", name, d)
+		}
+	}
+}
+
+// Of a container that runs with units, the answer has its cap and what holds it to that.
+func TestWalkHasCaps(t *testing.T) {
+	p := asking(memory, 24)
+	p.Phase, p.Node, p.Unscheduled, p.Containers[0].Running = "Running", "node-1", "", true
+	n := on("node-1", units(first, 0, 79, 24))
+	n.Status.MemoryUnitMiB, n.Status.GPUs[0].Guarantee = 1024, "api"
+	var text strings.Builder
+	if d := facts(p, n).Explain(); d.Write(&text) != nil || !strings.Contains(text.String(), "main: 24576 MiB (24 units of 1024), held by api") {
+		t.Error(text.String())
 	}
 }
 

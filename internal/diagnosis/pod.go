@@ -28,6 +28,9 @@ func (f *Facts) pod() (out []Finding) {
 	for i := range p.Containers {
 		out = append(out, f.container(p, &p.Containers[i])...)
 	}
+	if p.Phase == "Pending" || p.Phase == "Failed" {
+		out = append(out, f.told()...)
+	}
 	if p.Node != "" && p.Phase == "Pending" {
 		out = append(out, f.there(p)...)
 	}
@@ -65,6 +68,21 @@ func (f *Facts) offences(p *Pod) (out []Finding) {
 			n = fmt.Sprintf(" (%d times)", e.Count)
 		}
 		out = append(out, find(of.code, "%s%s", e.Message, n))
+	}
+	return out
+}
+
+// told returns what the agent has said about the pod by Events: that a claim can never be prepared, or
+// that a MIG instance could not be made.
+func (f *Facts) told() (out []Finding) {
+	for _, of := range []struct {
+		reason status.Reason
+		code   Code
+	}{{status.ClaimRefused, Refused}, {status.ClaimUnsupported, Refused}, {status.ClaimOutdated, Refused},
+		{status.ClaimEnded, Refused}, {status.GPUInstanceFailed, UnhealthyGPU}} {
+		if e := f.newest(string(of.reason)); e != nil {
+			out = append(out, find(of.code, "%s", e.Message).on(f.Pod.Node))
+		}
 	}
 	return out
 }
@@ -361,6 +379,7 @@ func (f *Facts) walk() (out []Step) {
 		}
 	}
 	add("requests", requests)
+	add("caps", f.caps(p))
 	for i := range p.Containers {
 		c := &p.Containers[i]
 		var says []string
@@ -394,6 +413,31 @@ func (f *Facts) walk() (out []Step) {
 		}
 	}
 	add("Events", f.events())
+	return out
+}
+
+// caps returns which memory the containers may use, and what holds them to it.
+func (f *Facts) caps(p *Pod) (out []string) {
+	for _, v := range f.views() {
+		s := v.status()
+		if v.name != p.Node || s == nil || p.Node == "" {
+			continue
+		}
+		for i := range p.Containers {
+			c := &p.Containers[i]
+			for j := range s.GPUs {
+				g := &s.GPUs[j]
+				n := c.Requests[g.Resource]
+				has := len(c.Devices) == 0 || slices.Contains(gpusOf(c.Devices), g.UUID)
+				if n <= 0 || !has || !g.Kind.Counted().Together() || s.MemoryUnitMiB == 0 {
+					continue
+				}
+				out = append(out, fmt.Sprintf("%s: %d MiB (%d units of %d), held by %s", c.Name,
+					min(n, int64(g.Total))*int64(s.MemoryUnitMiB), n, s.MemoryUnitMiB, cmp.Or(g.Guarantee, "nothing")))
+				break // each GPU of the node has the same unit
+			}
+		}
+	}
 	return out
 }
 
