@@ -39,6 +39,8 @@ func reported(t *testing.T) *kubetest.Server {
 			},
 			Settings: func() map[string]string { return map[string]string{"memory-unit": "1GiB"} },
 		}})
+	s.Put("nodes", "", "node-1", object{"metadata": object{"labels": object{"example.com/gpu.node": "true"}}, "spec": object{"unschedulable": true},
+		"status": object{"allocatable": object{"example.com/gpu-mem": "33"}, "images": []object{{"names": []string{"registry/walrus:v1"}}}}})
 	s.Config("gpu-agent", "gpu-partitions", "version: v1\n")
 	s.Put("events", "default", "e", object{"involvedObject": object{"kind": "Node", "name": "node-1", "uid": "node-1"}, "type": "Warning", "reason": "GPUPartitionBlocked",
 		"message": "partition default is blocked (HeldByPods): until these end: panda-ns/koala-3", "lastTimestamp": "2026-01-01T00:00:00Z"})
@@ -49,7 +51,7 @@ func reported(t *testing.T) *kubetest.Server {
 	return s
 }
 
-var tenants = []string{"zebra-ns", "giraffe-1", "okapi", "hippo-ns", "rhino-2", "Lion Team", "panda-ns", "koala-3", "tapir-ns", "sloth-4", "lemur"}
+var tenants = []string{"zebra-ns", "giraffe-1", "okapi", "hippo-ns", "rhino-2", "Lion Team", "panda-ns", "koala-3", "tapir-ns", "sloth-4", "lemur", "walrus"}
 
 // unpack returns the files of an archive.
 func unpack(t *testing.T, data []byte) map[string]string {
@@ -95,8 +97,12 @@ func TestBundle(t *testing.T) {
 	if len(files) > 0 {
 		t.Errorf("it has %v, too", files)
 	}
-	if !strings.Contains(said[:0]+unpack(t, []byte(said))["versions.json"], "v1.36.3") {
+	files = unpack(t, []byte(said))
+	if !strings.Contains(files["versions.json"], "v1.36.3") {
 		t.Error("the server's version is missing")
+	}
+	if strings.Contains(files["node.json"], "walrus") {
+		t.Error("the Node has its list of tenants' images")
 	}
 
 	said, _, err = execute(t, in(t, s, "bundle", "node-1", "--redact", "--file", "-")...)

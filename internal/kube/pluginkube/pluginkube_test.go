@@ -143,6 +143,26 @@ func TestLookGoesOnWithoutRights(t *testing.T) {
 	}
 }
 
+// A node that was taken over can write any numbers into its GPUNode, and nothing is computed with these.
+func TestGPUNodeOutOfBoundsIsNotUsed(t *testing.T) {
+	s := cluster(t)
+	allow(s, pluginkube.ViewRules, pluginkube.OperatorRules, pluginkube.AgentRules)
+	s.Put("gpunodes", "", "node-2", object{"status": object{"summary": object{}, "resources": []object{{"name": "example.com/gpu-mem", "total": -1}}}})
+	s.Put("gpunodes", "", "node-3", object{"status": object{"summary": 7}})
+	f, err := open(t, s).Fleet(t.Context())
+	if err != nil || len(f.GPUNodes) != 3 {
+		t.Fatal(f.GPUNodes, err)
+	}
+	for _, n := range f.GPUNodes {
+		if bad := n.Name != "node-1"; (n.Odd != "") != bad || (n.Status == nil) != bad {
+			t.Errorf("%+v", n)
+		}
+	}
+	if d := f.Troubles("node-2"); len(d) == 0 || !strings.Contains(d[len(d)-1].Cause, "cannot be used: ") {
+		t.Errorf("%+v", d)
+	}
+}
+
 func TestLookForWhatIsNotThere(t *testing.T) {
 	s := cluster(t)
 	allow(s, pluginkube.ViewRules, pluginkube.OperatorRules, pluginkube.AgentRules)
