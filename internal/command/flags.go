@@ -26,7 +26,7 @@ type Domains struct {
 func (d *Domains) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&d.Domain, "domain", "example.com",
 		"`domain` of labels, annotations, the CDI vendor and resources; the manifests have it too, "+
-			"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, components/dra and placer")
+			"in daemonset.yaml, admission.yaml, crd.yaml, rbac.yaml, people.yaml, components/dra and placer")
 	fs.StringVar(&d.ResourceDomain, "resource-domain", "",
 		"`domain` of resources only, in admission.yaml too (default: --domain)")
 }
