@@ -46,7 +46,7 @@ const (
 	agent  half = "agent"
 	placer half = "placer"
 	// plugin is the kubectl plugin, which runs where people work. It has packages of its own, and of
-	// the others only those of both halves.
+	// the others only those of both halves, and what it is lent.
 	plugin half = "plugin"
 	// both is for the few packages that the two programs share: the arithmetic of pieces, the
 	// GPUNode, and how an API server and an HTTP server are spoken to.
@@ -147,6 +147,11 @@ var shared = map[string]string{
 	"internal/workload":     "the words for pods and the kubelet's APIs",
 	"internal/amount":       "quantities in Nodes, and in what other clusters ask for",
 	"internal/brief":        "what others have written is bounded before it is told on",
+}
+
+// lent are packages of the agent's half that the plugin, too, has, with the reason. They are pure.
+var lent = map[string]string{
+	"internal/config": "a partition file is found in a manifest, and read, in one way",
 }
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel
@@ -380,6 +385,7 @@ func (h *inspector) imports(p, dir string, r entry, target string) {
 		h.add(p, "imports %s, from floor %d to floor %d: imports go downward only, so that a package can be understood without the ones above it", own, r.floor, to.floor)
 	case to.floor == r.floor && r.floor > 1 && to.path != r.path && !slices.Contains(tools, to.path) && !under(r.path, to.path):
 		h.add(p, "imports its sibling %s: a package of floor %d knows one outside system; where two must meet, the floor above passes plain values between them", own, r.floor)
+	case r.half == plugin && lent[to.path] != "":
 	case to.half != both && to.half != r.half:
 		h.add(p, "imports %s, from the half %q to the half %q: the agent, the placer and the plugin are programs of their own, and what is of one is no concern of the others; what both need is a package of both, with its reason in shared", own, r.half, to.half)
 	}
@@ -464,6 +470,8 @@ func TestRulesBite(t *testing.T) {
 		{"the other half of a door", "internal/obs/placerobs/x.go", source(module+"/internal/obs/agentobs", ""), "its sibling internal/obs/agentobs"},
 		{"the placer knows the agent", "internal/fleet/x.go", source(module+"/internal/ledger", ""), `from the half "placer" to the half "agent"`},
 		{"the plugin knows the agent", "internal/diagnosis/x.go", source(module+"/internal/plan", ""), `from the half "plugin" to the half "agent"`},
+		{"the plugin knows what it is lent", "internal/kubectlgpu/x.go", source(module+"/internal/config", ""), ""},
+		{"the placer knows what the plugin is lent", "internal/fleet/x.go", source(module+"/internal/config", ""), `from the half "placer" to the half "agent"`},
 		{"the placer knows the plugin", "internal/fleet/x.go", source(module+"/internal/diagnosis", ""), `from the half "placer" to the half "plugin"`},
 		{"the plugin knows what is shared", "internal/diagnosis/x.go", source(module+"/internal/gpunode", ""), ""},
 		{"the agent knows the placer", "internal/agent/x.go", source(module+"/internal/placer", ""), `from the half "agent" to the half "placer"`},
@@ -592,6 +600,28 @@ func unshared(table []entry, why map[string]string, brought map[half]map[string]
 		}
 	}
 	return found
+}
+
+// TestLentIsLent holds that what the plugin is lent is the agent's, pure, and imported by the plugin.
+func TestLentIsLent(t *testing.T) {
+	imported := map[string]bool{}
+	for _, r := range packages {
+		if r.half != plugin {
+			continue
+		}
+		out, err := exec.CommandContext(t.Context(), "go", "list", "-f", `{{join .Imports "\n"}}`, "./"+r.path).Output()
+		if err != nil {
+			t.Fatalf("go list ./%s: %v", r.path, err)
+		}
+		for p := range strings.FieldsSeq(string(out)) {
+			imported[strings.TrimPrefix(p, module+"/")] = true
+		}
+	}
+	for p, why := range lent {
+		if r, ok := entryOf(p); !ok || r.half != agent || r.floor > 1 || why == "" || !imported[p] {
+			t.Errorf("%s is lent to the plugin, and is not the agent's, not pure, without a reason, or not used", p)
+		}
+	}
 }
 
 // TestEntriesAreInOrder keeps the table readable: from the top floor down.

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/command"
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube/pluginkube"
 	"example.com/gpu-agent/internal/kubectlgpu"
 	"example.com/gpu-agent/internal/status"
@@ -240,7 +241,7 @@ func completePartition(c *cobra.Command, args []string, typed string) ([]cobra.C
 		return nil, none
 	}
 	other := func(name string) bool { return !strings.HasPrefix(name, typed) }
-	return slices.DeleteFunc(f.Names(), other), none
+	return slices.DeleteFunc(f.Partitions, other), none
 }
 
 // oneFile takes the name of a file as the only argument.
@@ -255,15 +256,22 @@ func oneFile(c *cobra.Command, args []string) error {
 }
 
 func readFile(c *cobra.Command, name string) (*kubectlgpu.File, error) {
+	from := c.InOrStdin()
 	if name == "-" {
-		return kubectlgpu.ReadFile("standard input", c.InOrStdin())
+		name = "standard input"
+	} else {
+		f, err := os.Open(name)
+		if err != nil {
+			return nil, err
+		}
+		defer f.Close()
+		from = f
 	}
-	f, err := os.Open(name)
-	if err != nil {
-		return nil, err
+	file, err := kubectlgpu.ReadFile(name, from)
+	if _, wrong := errors.AsType[config.Errors](err); wrong {
+		return nil, &command.Error{Exit: command.Invalid, Err: err}
 	}
-	defer f.Close()
-	return kubectlgpu.ReadFile(name, f)
+	return file, err
 }
 
 // ask reads the file and asks the agents.

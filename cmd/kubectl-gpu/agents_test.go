@@ -62,8 +62,8 @@ func operators(t *testing.T) *kubetest.Server {
 			Within: agentobs.Within{
 				Foresee: func(q status.Question) (status.Answer, error) {
 					own := map[string]string{"node-1": "default", "node-2": "mig"}[node]
-					if strings.Contains(string(q.File), "broken") {
-						return status.Answer{Mistakes: []status.Mistake{{Line: 2, Message: "there is no key broken"}}}, nil
+					if strings.Contains(string(q.File), "# odd") {
+						return status.Answer{Mistakes: []status.Mistake{{Line: 2, Message: "there is no such thing"}}}, nil
 					}
 					p := status.Plan{Partition: own, Own: true, State: "applied"}
 					if len(q.Partitions) == 1 {
@@ -71,7 +71,7 @@ func operators(t *testing.T) *kubetest.Server {
 					}
 					switch {
 					case p.Partition == "mig" && strings.Contains(string(q.File), "9g"):
-						p.State, p.Mistakes = "invalid", []status.Mistake{{Line: 5, Message: "no GPU of this node has 9g.80gb"}}
+						p.State, p.Mistakes = "invalid", []status.Mistake{{Line: 15, Message: "no GPU of this node has 9g.80gb"}}
 					case p.Partition == "mig":
 						p.State, p.Message = "blocked", "until these end: train/job-7"
 					}
@@ -145,10 +145,11 @@ func TestCheckAndPlan(t *testing.T) {
 		}
 		return path
 	}
-	const good = "version: v1\npartitions:\n  default: []\n  mig:\n    - {mode: mig}\n  spare: []\n"
+	const good = "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared}\n  mig:\n    - {devices: all, mode: mig}\n  spare:\n    - {devices: all, mode: off}\n"
 	manifest := "apiVersion: v1\nkind: Namespace\nmetadata: {name: x}\n---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: gpu-partitions}\ndata:\n  config.yaml: |\n    " +
-		strings.ReplaceAll(strings.TrimSuffix(strings.Replace(good, "{mode: mig}", "{mode: mig, geometry: {9g.80gb: 1}}", 1), "\n"), "\n", "\n    ") + "\n"
+		strings.ReplaceAll(strings.TrimSuffix(strings.Replace(good, "mode: mig}", "mode: mig, geometry: {9g.80gb: 1}}", 1), "\n"), "\n", "\n    ") + "\n"
 	fits, wrong, broken := write("good.yaml", good), write("wrong.yaml", manifest), write("broken.yaml", "version: v1\nbroken: 1\n")
+	odd := write("odd.yaml", good+"# odd: an agent of another version does not read it\n")
 	for _, test := range []struct {
 		args []string
 		exit command.Exit
@@ -157,13 +158,14 @@ func TestCheckAndPlan(t *testing.T) {
 	}{
 		{[]string{"check", fits}, command.Done, []string{"node-1: partition default fits\n", "node-2: partition mig fits; now it would be blocked: until these end: train/job-7\n",
 			"not judged, since no node uses them: spare\n"}, ""},
-		{[]string{"check", wrong}, command.Invalid, []string{"node-1: partition default fits\n", wrong + ":14: no GPU of this node has 9g.80gb (node-2)\n"}, "does not fit 1 of 2 nodes"},
-		{[]string{"check", broken}, command.Invalid, []string{broken + ":2: there is no key broken (node-1, node-2)\n"}, "does not fit 2 of 2 nodes"},
+		{[]string{"check", wrong}, command.Invalid, []string{"node-1: partition default fits\n", wrong + ":15: no GPU of this node has 9g.80gb (node-2)\n"}, "does not fit 1 of 2 nodes"},
+		{[]string{"check", broken}, command.Invalid, nil, broken + ":2: "},
+		{[]string{"check", odd}, command.Invalid, []string{odd + ":2: there is no such thing (node-1, node-2)\n"}, "does not fit 2 of 2 nodes"},
 		{[]string{"check", fits, "--node", "node-1", "--partition", "spare"}, command.Done, []string{"node-1: partition spare fits\n"}, ""},
 		{[]string{"check", fits, "--node", "node-7"}, command.Failed, nil, "node node-7 has no pod of the agent"},
 		{[]string{"plan", fits, "--node", "node-1"}, command.Done, []string{"default"}, ""},
 		{[]string{"plan", fits, "--all"}, command.Blocked, []string{"=== node-1\n", "=== node-2\n"}, ""},
-		{[]string{"plan", wrong, "--all"}, command.Invalid, []string{wrong + ":14: no GPU"}, ""},
+		{[]string{"plan", wrong, "--all"}, command.Invalid, []string{wrong + ":15: no GPU"}, ""},
 		{[]string{"plan", fits}, command.Usage, nil, "write --node NODE, or --all"},
 		{[]string{"plan", fits, "--all", "--node", "x"}, command.Usage, nil, "write --node NODE, or --all"},
 		{[]string{"check"}, command.Usage, nil, "the partition file is missing"},

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"time"
 
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube/pluginkube"
 	"example.com/gpu-agent/internal/status"
 )
@@ -77,6 +78,9 @@ func (b *bundle) draw() error {
 	}
 	return nil
 }
+
+// partitionsName is the ConfigMap with the partitions, as in the agent's manifests.
+const partitionsName = "gpu-partitions"
 
 // bundle collects the parts.
 type bundle struct {
@@ -156,9 +160,9 @@ func (b *bundle) ofAgent(is *versions) {
 	o, err := b.c.Object(b.ctx, "pod", a.Namespace, a.Name)
 	b.addJSON("agent-pod.json", o, err)
 	o, err = b.c.Object(b.ctx, "configmap", a.Namespace, partitionsName)
-	text, _ := asMap(o["data"])[partitionsKey].(string)
+	text, _ := asMap(o["data"])[config.ManifestKey].(string)
 	if err == nil && text == "" {
-		err = fmt.Errorf("the ConfigMap %s/%s has no key %s", a.Namespace, partitionsName, partitionsKey)
+		err = fmt.Errorf("the ConfigMap %s/%s has no key %s", a.Namespace, partitionsName, config.ManifestKey)
 	}
 	b.add("partitions.yaml", []byte(text), err)
 	data, err := b.log(false)

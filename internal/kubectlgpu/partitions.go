@@ -3,7 +3,6 @@
 package kubectlgpu
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,147 +10,43 @@ import (
 	"slices"
 	"strings"
 
-	"go.yaml.in/yaml/v4"
-
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube/pluginkube"
 	"example.com/gpu-agent/internal/status"
 )
 
-// File is a partition file.
+// File is a partition file that can be read.
 type File struct {
-	// Name is its name in messages, and Data what an agent reads.
+	// Name is its name in messages, and Data what an agent reads. Its lines are those of the file or
+	// manifest that the person has.
 	Name string
 	Data []byte
-	// first is the line of the manifest where Data begins, and literal is true if each line of Data
-	// is one of the manifest. first is 0 for a file that is no manifest.
-	first   int
-	literal bool
+	// Partitions are the names of its partitions.
+	Partitions []string
 }
 
 // mostFile bounds a file or manifest, in bytes: more than a ConfigMap may have.
 const mostFile = 2 << 20
 
-// partitionsName and partitionsKey are the ConfigMap's, as in the agent's manifests.
-const (
-	partitionsName = "gpu-partitions"
-	partitionsKey  = "config.yaml"
-)
-
-// ReadFile reads a partition file: a bare one, or a manifest with the ConfigMap that has one. It fails
-// if a manifest has none, or has several and none with the name gpu-partitions.
+// ReadFile reads a partition file: a bare one, or manifests with the ConfigMap that has one. The error
+// is a config.Errors if it cannot be read as partitions.
 func ReadFile(name string, from io.Reader) (*File, error) {
 	data, err := io.ReadAll(io.LimitReader(from, mostFile+1))
 	if err != nil {
 		return nil, fmt.Errorf("read %s: %w", name, err)
 	}
-	if len(data) > mostFile {
-		return nil, fmt.Errorf("%s has more than %d MiB, and a ConfigMap at most 1", name, mostFile>>20)
+	if data, _, err = config.Unwrap(name, data); err != nil {
+		return nil, err
 	}
-	bare := &File{Name: name, Data: data}
-	loader, err := yaml.NewLoader(bytes.NewReader(data))
+	parsed, err := config.Parse(name, data)
 	if err != nil {
-		return bare, nil
+		return nil, err
 	}
-	var found []*File
-	manifest := false
-	for {
-		n := new(yaml.Node)
-		if err := loader.Load(n); err != nil {
-			// What is not YAML is no manifest: the agent explains the mistake.
-			break
-		}
-		is, file := fromManifest(name, n)
-		manifest = manifest || is
-		if file != nil {
-			found = append(found, file)
-		}
-	}
-	switch {
-	case !manifest:
-		return bare, nil
-	case len(found) == 1:
-		return found[0], nil
-	case len(found) == 0:
-		return nil, fmt.Errorf("%s has objects, and no ConfigMap with the key %s", name, partitionsKey)
-	}
-	named := slices.DeleteFunc(found, func(f *File) bool { return !strings.HasSuffix(f.Name, " "+partitionsName) })
-	if len(named) != 1 {
-		return nil, fmt.Errorf("%s has several ConfigMaps with the key %s, and not one of them is named %s", name,
-			partitionsKey, partitionsName)
-	}
-	return named[0], nil
+	return &File{name, data, parsed.Names()}, nil
 }
 
-// fromManifest returns whether a document is an object of the API, and its partition file; nil if it
-// has none.
-func fromManifest(name string, n *yaml.Node) (bool, *File) {
-	if n.Kind == yaml.DocumentNode && len(n.Content) > 0 {
-		n = n.Content[0]
-	}
-	kind, version := child(n, "kind"), child(n, "apiVersion")
-	if kind == nil || version == nil {
-		return false, nil
-	}
-	value := child(child(n, "data"), partitionsKey)
-	if kind.Value != "ConfigMap" || value == nil || value.Kind != yaml.ScalarNode {
-		return true, nil
-	}
-	f := &File{Name: name, Data: []byte(value.Value), first: value.Line}
-	if of := child(child(n, "metadata"), "name"); of != nil {
-		f.Name += ": configmap " + of.Value
-	}
-	if f.literal = value.Style&yaml.LiteralStyle != 0; f.literal {
-		f.first++ // the text begins below the |
-	}
-	return true, f
-}
-
-// child returns a value of a mapping; nil if there is none.
-func child(n *yaml.Node, key string) *yaml.Node {
-	if n == nil || n.Kind != yaml.MappingNode {
-		return nil
-	}
-	for i := 0; i+1 < len(n.Content); i += 2 {
-		if n.Content[i].Value == key {
-			return n.Content[i+1]
-		}
-	}
-	return nil
-}
-
-// At returns where a line of the partition file is: FILE:LINE of the file that the person has.
-func (f *File) At(line int) string {
-	file, object, _ := strings.Cut(f.Name, ": ")
-	switch {
-	case f.first == 0:
-	case f.literal:
-		line += f.first - 1
-	default: // one line of the manifest may have many of the file
-		return fmt.Sprintf("%s:%d (%s, line %d of it)", file, f.first, object, line)
-	}
-	return fmt.Sprintf("%s:%d", file, line)
-}
-
-// Names returns the partitions that the file names, as far as it can be read.
-func (f *File) Names() []string {
-	n := new(yaml.Node)
-	loader, err := yaml.NewLoader(bytes.NewReader(f.Data))
-	if err != nil || loader.Load(n) != nil {
-		return nil
-	}
-	if n.Kind == yaml.DocumentNode && len(n.Content) > 0 {
-		n = n.Content[0]
-	}
-	var out []string
-	for _, key := range []string{"partitions", "mig-configs"} {
-		if of := child(n, key); of != nil && of.Kind == yaml.MappingNode {
-			for i := 0; i+1 < len(of.Content); i += 2 {
-				out = append(out, of.Content[i].Value)
-			}
-		}
-	}
-	return out
-}
+// At returns where a line is, as FILE:LINE.
+func (f *File) At(line int) string { return fmt.Sprintf("%s:%d", f.Name, line) }
 
 // Verdicts are what the agents say about a partition file.
 type Verdicts struct {
@@ -216,7 +111,7 @@ func Ask(
 		}
 	}
 	if len(used) > 0 {
-		v.Unjudged = slices.DeleteFunc(f.Names(), func(name string) bool { return used[name] })
+		v.Unjudged = slices.DeleteFunc(slices.Clone(f.Partitions), func(name string) bool { return used[name] })
 	}
 	return v, errors.Join(failed...)
 }
