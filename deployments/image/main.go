@@ -119,7 +119,8 @@ func (q *request) register(flags *flag.FlagSet) {
 	flags.BoolVar(&q.newer, "newer", false,
 		"take newer packages, with a warning, in place of those that are no longer served: "+
 			"such an image is no release's")
-	flags.StringVar(&r.plugins, "plugins", "", "folder of the plugin for kubectl: in it one for each platform, as OS-ARCHITECTURE")
+	flags.StringVar(&r.plugins, "plugins", "", "folder of the plugin for kubectl, in it one for each platform, "+
+		"as OS-ARCHITECTURE; a release for a test may have none")
 	flags.Var(bins(r.bins), "bin", "ARCHITECTURE=FOLDER of the programs; repeatable")
 }
 

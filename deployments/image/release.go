@@ -28,7 +28,7 @@ type release struct {
 	source
 	repositories map[string]string // of the images, without a tag, by product; see [release.repository]
 	bins         map[string]string // the programs' folder, by architecture
-	plugins      string            // the folder of the plugin for kubectl: in it one for each platform
+	plugins      string            // the folder of the plugin for kubectl, in it one for each platform; may be empty
 	out          string
 	again        bool // an old version, with the packages of its time
 }

@@ -225,6 +225,11 @@ func TestTwoClonesSameRelease(t *testing.T) {
 		}
 		sums = append(sums, string(data))
 	}
+	for _, p := range platforms {
+		if !strings.Contains(sums[0], "  kubectl-gpu-"+version+"-"+p.String()+".tar.gz\n") {
+			t.Errorf("`make release` makes no plugin for %s", p)
+		}
+	}
 	if sums[0] != sums[1] {
 		t.Errorf("the clones gave\n%s\nand\n%s", sums[0], sums[1])
 	}
