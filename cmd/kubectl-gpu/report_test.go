@@ -125,6 +125,8 @@ func TestBundle(t *testing.T) {
 func TestBundleOfANodeWithoutAgent(t *testing.T) {
 	s := reported(t)
 	s.Put("pods", "gpu-agent", "gpu-agent-node-1", nil)
+	s.Put("gpunodes", "", "node-1", object{"status": object{"summary": object{}, "conditions": []object{
+		{"type": "Ready", "status": "False", "reason": "AgentEnds", "message": "the agent has ended", "lastTransitionTime": "2026-01-01T00:00:00Z"}}}})
 	path := filepath.Join(t.TempDir(), "b.tar.gz")
 	said, notes, err := execute(t, in(t, s, "bundle", "node-1", "--file", path)...)
 	if err != nil || said != path+"\n" || !strings.Contains(notes, "missing: the agent's pod, log, status and journal: ") {

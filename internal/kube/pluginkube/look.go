@@ -20,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	"example.com/gpu-agent/internal/diagnosis"
+	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube"
 )
 
@@ -191,6 +192,10 @@ func (c *Client) lookAround(ctx context.Context, f *diagnosis.Facts) {
 		}
 	}
 	agents, err := c.Agents(ctx, "")
+	if err == nil && len(agents) == 0 && slices.ContainsFunc(f.GPUNodes, isReady) {
+		// The agents are in another namespace more likely than all gone without a word.
+		err = fmt.Errorf("there are none in namespace %s: name theirs with --agent-namespace", c.o.AgentNamespace)
+	}
 	f.Unseen = unseen(f.Unseen, "pods of the agent", err)
 	if err == nil {
 		f.Agents = make([]diagnosis.Agent, 0, len(agents))
@@ -198,6 +203,11 @@ func (c *Client) lookAround(ctx context.Context, f *diagnosis.Facts) {
 			f.Agents = append(f.Agents, a.Agent)
 		}
 	}
+}
+
+// isReady reports whether a GPUNode says that its agent works.
+func isReady(n diagnosis.GPUNode) bool {
+	return n.Status != nil && gpunode.Is(n.Status.Conditions, gpunode.Ready)
 }
 
 // Agents returns the agent's pods, or those on one node.

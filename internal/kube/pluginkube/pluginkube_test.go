@@ -143,6 +143,23 @@ func TestLookGoesOnWithoutRights(t *testing.T) {
 	}
 }
 
+// Agents in another namespace than the one that is asked are not taken for gone.
+func TestAgentsElsewhereAreUnseen(t *testing.T) {
+	s := cluster(t)
+	allow(s, pluginkube.ViewRules, pluginkube.OperatorRules, pluginkube.AgentRules)
+	s.Put("pods", "gpu-agent", "gpu-agent-x", nil)
+	s.Put("pods", "gpus", "gpu-agent-x", agentPod("node-1"))
+	f, err := open(t, s).Fleet(t.Context())
+	if err != nil || f.Agents != nil || len(f.Unseen) != 1 || f.Unseen[0].What != "pods of the agent" || !strings.Contains(f.Unseen[0].Why, "--agent-namespace") {
+		t.Errorf("%+v, %+v: %v", f.Agents, f.Unseen, err)
+	}
+	for _, found := range f.Troubles("node-1") {
+		if found.Code == diagnosis.NoAgent {
+			t.Errorf("%+v", found)
+		}
+	}
+}
+
 // A node that was taken over can write any numbers into its GPUNode, and nothing is computed with these.
 func TestGPUNodeOutOfBoundsIsNotUsed(t *testing.T) {
 	s := cluster(t)
