@@ -46,6 +46,14 @@ type Client struct {
 	Name string
 }
 
+// Surroundings are what the kernel shows of a node that concerns its GPUs.
+type Surroundings struct {
+	// Modeset is true if the kernel's display driver (nvidia_drm) holds the GPUs.
+	Modeset bool
+	// MPS are the control daemons and servers of MPS, by PID: processes that call themselves so.
+	MPS []Client
+}
+
 // ComputeMode says how many processes may compute on a GPU. A value that this version does not
 // know is the driver's own number in words.
 type ComputeMode string
