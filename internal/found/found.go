@@ -33,6 +33,8 @@ type GPU struct {
 	// Owners are the processes in Setup.Processes that belong to no pod with an allocation on the
 	// GPU.
 	Owners []gpu.Client
+	// Refused is why the agent could not set the compute mode; empty if it did not try, or could.
+	Refused string
 	// Clients are the processes, other than the agent, that have the device node open. It may be
 	// nil if no reset is due.
 	Clients []gpu.Client

@@ -50,6 +50,9 @@ var kinds = []kind{
 			if held := owners(g, n.MPS); len(held) > 0 {
 				what += ", and these processes have it: " + processes(held)
 			}
+			if g.Refused != "" {
+				what += ", and the driver does not let the agent change it (" + text(g.Refused) + ")"
+			}
 			return what
 		},
 		means: "in EXCLUSIVE_PROCESS, CUDA refuses each process but the first one, and in PROHIBITED all of them " +

@@ -55,6 +55,8 @@ const (
 // Reasons about what earlier owners have left on the node's GPUs. Package found has a row for each.
 const (
 	ComputeModeSet     Reason = "ComputeModeSet"
+	ComputeModeReset   Reason = "ComputeModeReset" // Event
+	FoundGone          Reason = "FoundGone"        // Event
 	RecoveryDue        Reason = "RecoveryDue"
 	FabricNotReady     Reason = "FabricNotReady"
 	DriverTooOld       Reason = "DriverTooOld"
