@@ -47,6 +47,12 @@ type Finding struct {
 	Do string
 }
 
+// What returns the message without what to do.
+func (f *Finding) What() string { return strings.TrimSuffix(f.Message, doBefore+f.Do) }
+
+// doBefore is between the two in a message.
+const doBefore = "; to end it: "
+
 // mostNamed is how many processes a sentence names. mostText bounds a process's name and other
 // text from outside, in bytes.
 const (
@@ -67,7 +73,7 @@ func Look(n Node) (out []Finding) {
 				grave = t
 			}
 		}
-		c := status.Why(k.code, "%s %s: %s; to end it: %s", name, what, k.means, do).Condition(grave, subject)
+		c := status.Why(k.code, "%s %s: %s%s%s", name, what, k.means, doBefore, do).Condition(grave, subject)
 		out = append(out, Finding{c, do})
 	}
 	for i := range kinds {
@@ -95,6 +101,9 @@ func PutRight(g *GPU, mps []gpu.Client) bool {
 	_, matters := kinds[codeIndex(status.ComputeModeSet)].matters[g.Mode]
 	return matters && computeModeSet(g) && len(owners(g, mps)) == 0
 }
+
+// Resets reports whether the layout may need a reset of the GPU: its MIG mode has to be switched on.
+func Resets(g *GPU) bool { return slices.Contains(inMIG, g.Mode) && !g.Device.MIG.Enabled }
 
 // computeModeSet reports whether a GPU's compute mode is known and other than DEFAULT.
 func computeModeSet(g *GPU) bool {

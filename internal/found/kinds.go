@@ -100,7 +100,7 @@ var kinds = []kind{
 	{
 		code: status.ResetBlocked,
 		find: func(n *Node, g *GPU) string {
-			if _, mig := as(status.Noted, inMIG)[g.Mode]; !mig || g.Device.MIG.Enabled || len(g.Clients) == 0 {
+			if !Resets(g) || len(g.Clients) == 0 {
 				return ""
 			}
 			return "is open in these processes: " + processes(g.Clients)
