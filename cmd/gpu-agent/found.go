@@ -45,7 +45,8 @@ func look(ctx context.Context, c console, d *driverFlags, modes modesOf) (*gpu.I
 			// Which pod a process belongs to is the agent's to find out.
 			g.Owners = g.Setup.Processes
 			if found.Resets(&g) {
-				g.Clients = driver.Clients(dev.Minor)
+				// An agent lets go of the GPU before it resets it.
+				g.Clients = slices.DeleteFunc(driver.Clients(dev.Minor), func(c gpu.Client) bool { return c.Name == "gpu-agent" })
 			}
 		}
 		n.GPUs = append(n.GPUs, g)
@@ -72,7 +73,7 @@ func (a *planFlags) modes(f *config.File) modesOf {
 		out := map[gpu.UUID]status.Mode{}
 		want, err := f.Desire(cmp.Or(a.partition, agent.DefaultPartition), inv, a.of.node())
 		if err != nil {
-			return out // check says why
+			return out // check prints the mistakes
 		}
 		for _, w := range want.GPUs {
 			out[w.GPU] = status.Mode(w.Mode)

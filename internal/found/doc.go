@@ -12,8 +12,8 @@
 //
 // # A closed set
 //
-// Each kind of finding is a row in kinds.go: its code, what is found, what follows from it, for
-// which layouts it matters, and the command that ends it. A finding that matters for the GPU's
+// Each kind of finding is a row in kinds.go: its code, what is found, what follows from it, the
+// layouts that it matters for, and the command that ends it. A finding that matters for the GPU's
 // layout is a condition of a grave type. Otherwise it is a remark ([status.Noted]). A setting that
 // the driver does not report is no finding, and neither is a default. So a node that no other
 // program has changed has no findings.
@@ -23,8 +23,8 @@
 // The agent changes only the compute mode ([PutRight]): it must be DEFAULT for whole GPUs and for
 // those that containers share, or CUDA refuses each process but the first. If the owner of the mode
 // lives, the agent names it and leaves the mode alone. An owner is a process on the GPU that
-// belongs to no pod with an allocation there, or a daemon of MPS. All other settings stay, since
-// somebody may want them.
+// belongs to no pod with an allocation there, or a daemon of MPS. All other settings stay: an
+// operator may want them.
 //
 // # Limits
 //

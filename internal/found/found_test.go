@@ -21,7 +21,7 @@ func untouched() Node {
 		Device: gpu.Device{Index: 3, UUID: "GPU-3", MIG: gpu.MIG{Capable: true}},
 		Mode:   status.Shared,
 		Setup: gpu.Setup{
-			Compute: gpu.ComputeDefault, Persistence: yes(), Accounting: no(), ECC: yes(), ECCPending: yes(),
+			Compute: gpu.ComputeDefault, Persistence: yes(), Accounting: no(), ECC: yes(), ECCPending: yes(), ECCDefault: yes(),
 			Power: gpu.Setting{Now: 700_000, Default: 700_000}, Clock: gpu.Setting{Now: 1980, Default: 1980},
 			Fabric: gpu.FabricCompleted, Recovery: gpu.RecoveryNone, Processes: []gpu.Client{{PID: 7, Name: "python3"}},
 		},
@@ -66,6 +66,12 @@ func TestEachKindThereAndGone(t *testing.T) {
 	}
 	if got := Look(Node{GPUs: []GPU{{Mode: status.Shared}, {Mode: status.InMIG, Device: gpu.Device{MIG: gpu.MIG{Capable: true}}}}}); len(got) > 0 {
 		t.Errorf("a driver that reports nothing has %+v", got)
+	}
+	// A model that comes with ECC off is untouched too.
+	n := untouched()
+	n.GPUs[0].Setup.ECC, n.GPUs[0].Setup.ECCPending, n.GPUs[0].Setup.ECCDefault = no(), no(), no()
+	if got := Look(n); len(got) > 0 {
+		t.Errorf("a card that comes with ECC off has %+v", got)
 	}
 	for i := range kinds {
 		code := kinds[i].code

@@ -21,13 +21,13 @@ type kind struct {
 	find func(*Node, *GPU) string
 	// means is what follows from it.
 	means string
-	// matters has the layouts for which it is more than a remark, with the type of the condition.
+	// matters maps the layouts that it concerns to the type of the condition. For all others it is a remark.
 	matters map[status.Mode]status.Type
 	// do returns what ends it.
 	do func(*GPU) string
 }
 
-// Layouts for which findings matter.
+// Layouts that findings concern.
 var (
 	containers = []status.Mode{status.Whole, status.Shared, status.Dynamic}
 	inMIG      = []status.Mode{status.InMIG, status.Dynamic}
@@ -158,8 +158,14 @@ var kinds = []kind{
 		},
 	},
 	{
-		code:  status.ECCOff,
-		find:  off("has ECC off", func(s *gpu.Setup) *bool { return s.ECC }),
+		code: status.ECCOff,
+		find: func(_ *Node, g *GPU) string {
+			on, usual := g.Setup.ECC, g.Setup.ECCDefault
+			if on == nil || *on || usual != nil && !*usual { // some models come with ECC off
+				return ""
+			}
+			return "has ECC off"
+		},
 		means: "errors of its memory are neither corrected nor seen",
 		do:    smi("nvidia-smi -i %d -e 1, and then a reset"),
 	},

@@ -5,22 +5,23 @@ package gpu
 // Setup is how a GPU is set beside its MIG mode: modes and limits that outlive the program that
 // set them. The zero value of a field means that the driver does not report it.
 type Setup struct {
-	// Compute says how many processes may compute on the GPU. It is empty while the GPU is in MIG
+	// Compute limits the number of processes that may compute on the GPU. It is empty while the GPU is in MIG
 	// mode.
 	Compute ComputeMode
 	// Persistence is true if the driver keeps the GPU initialised while no process has it open.
 	Persistence *bool
 	// Accounting is true if the driver keeps figures of processes that have ended.
 	Accounting *bool
-	// ECC is true if the memory corrects errors, and ECCPending if it will after the next reset or
-	// reboot. They are both nil for a card without ECC.
-	ECC, ECCPending *bool
+	// ECC is true if the memory corrects errors, ECCPending if it will after the next reset or
+	// reboot, and ECCDefault if it does on a new card of this model. All are nil for a card without
+	// ECC.
+	ECC, ECCPending, ECCDefault *bool
 	// Power is the limit of the card's power in milliwatts.
 	Power Setting
 	// Clock is the clock of the multiprocessors that applications get, in MHz.
 	Clock Setting
-	// ClockHeld is true if a clock that somebody has set slows the GPU down at this moment. An idle
-	// GPU never reports it.
+	// ClockHeld is true if the GPU computes below its default clock at this moment, because of a
+	// clock that a program has set. An idle GPU never reports it.
 	ClockHeld bool
 	// Fabric is how far the GPU has joined its NVLink fabric; empty if it has none.
 	Fabric FabricState
@@ -54,7 +55,7 @@ type Surroundings struct {
 	MPS []Client
 }
 
-// ComputeMode says how many processes may compute on a GPU. A value that this version does not
+// ComputeMode limits the number of processes that may compute on a GPU. A value that this version does not
 // know is the driver's own number in words.
 type ComputeMode string
 

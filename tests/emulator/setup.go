@@ -21,7 +21,7 @@ type Setup struct {
 	// and ClockDefault.
 	PowerMilliwatts uint32 `json:"powerMilliwatts"`
 	ClockMHz        uint32 `json:"clockMHz"`
-	// ClockHeld says that a clock that was set slows the GPU down now.
+	// ClockHeld says that a clock that was locked, to HeldMHz, slows the GPU down now.
 	ClockHeld bool `json:"clockHeld"`
 	// Fabric is the GPU's state in the fabric of Spec.Fabric where it differs from that
 	// which the Spec names; empty is no difference.
@@ -34,6 +34,7 @@ const (
 	PowerDefault = 700_000 // milliwatts
 	PowerLeast   = 200_000
 	ClockDefault = 1980 // MHz
+	HeldMHz      = 600
 )
 
 // ComputeMode is a nvmlComputeMode_t.
@@ -210,12 +211,18 @@ var setupCalls = map[string]call{
 		}
 		return s.SetComputeMode(f.handle, m)
 	}},
-	"nvmlDeviceGetPersistenceMode":              setupInt(func(g *gpu) uint32 { return bit(g.setup.Persistence) }),
-	"nvmlDeviceGetAccountingMode":               setupInt(func(g *gpu) uint32 { return bit(g.setup.Accounting) }),
-	"nvmlDeviceGetPowerManagementLimit":         setupInt(func(g *gpu) uint32 { return g.setup.PowerMilliwatts }),
-	"nvmlDeviceGetPowerManagementDefaultLimit":  setupInt(func(*gpu) uint32 { return PowerDefault }),
-	"nvmlDeviceGetApplicationsClock":            clock(func(g *gpu) uint32 { return g.setup.ClockMHz }),
-	"nvmlDeviceGetDefaultApplicationsClock":     clock(func(*gpu) uint32 { return ClockDefault }),
+	"nvmlDeviceGetPersistenceMode":             setupInt(func(g *gpu) uint32 { return bit(g.setup.Persistence) }),
+	"nvmlDeviceGetAccountingMode":              setupInt(func(g *gpu) uint32 { return bit(g.setup.Accounting) }),
+	"nvmlDeviceGetPowerManagementLimit":        setupInt(func(g *gpu) uint32 { return g.setup.PowerMilliwatts }),
+	"nvmlDeviceGetPowerManagementDefaultLimit": setupInt(func(*gpu) uint32 { return PowerDefault }),
+	"nvmlDeviceGetApplicationsClock":           clock(func(g *gpu) uint32 { return g.setup.ClockMHz }),
+	"nvmlDeviceGetDefaultApplicationsClock":    clock(func(*gpu) uint32 { return ClockDefault }),
+	"nvmlDeviceGetClockInfo": clock(func(g *gpu) uint32 {
+		if g.setup.ClockHeld {
+			return HeldMHz
+		}
+		return g.setup.ClockMHz
+	}),
 	"nvmlDeviceGetCurrentClocksThrottleReasons": clockReasons,
 	"nvmlDeviceGetCurrentClocksEventReasons":    clockReasons,
 }

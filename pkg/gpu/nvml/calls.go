@@ -126,8 +126,9 @@ var (
 		"whether the driver keeps the GPU initialised")
 	nvmlDeviceGetAccountingMode = optionalNewer("nvmlDeviceGetAccountingMode",
 		"whether the driver keeps figures of ended processes")
-	nvmlDeviceGetEccMode    = optionalNewer("nvmlDeviceGetEccMode", "whether ECC is on, and will be")
-	nvmlDeviceGetPowerLimit = optionalNewer("nvmlDeviceGetPowerManagementLimit", "the power limit")
+	nvmlDeviceGetEccMode        = optionalNewer("nvmlDeviceGetEccMode", "whether ECC is on, and will be")
+	nvmlDeviceGetDefaultEccMode = optionalNewer("nvmlDeviceGetDefaultEccMode", "whether ECC is on in a new card")
+	nvmlDeviceGetPowerLimit     = optionalNewer("nvmlDeviceGetPowerManagementLimit", "the power limit")
 	// Without one of two, it stays unknown whether the other was lowered.
 	nvmlDeviceGetPowerDefault = optionalNewer("nvmlDeviceGetPowerManagementDefaultLimit",
 		"the power limit of a card that no program has changed")
@@ -137,6 +138,7 @@ var (
 	// Later drivers have it as nvmlDeviceGetCurrentClocksEventReasons as well.
 	nvmlDeviceGetClocksReasons = optionalNewer("nvmlDeviceGetCurrentClocksThrottleReasons",
 		"whether a clock that was set slows the GPU down")
+	nvmlDeviceGetClockInfo   = optionalNewer("nvmlDeviceGetClockInfo", "the same")
 	nvmlDeviceSetComputeMode = vitalNewer("nvmlDeviceSetComputeMode", theChange)
 
 	nvmlEventSetCreate = optional("nvmlEventSetCreate",

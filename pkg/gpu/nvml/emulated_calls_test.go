@@ -46,6 +46,8 @@ var vanishes = map[string]func(*gpu.Device, *gpu.Health){
 	"nvmlDeviceGetApplicationsClock":            nil,
 	"nvmlDeviceGetDefaultApplicationsClock":     nil,
 	"nvmlDeviceGetCurrentClocksThrottleReasons": nil,
+	"nvmlDeviceGetDefaultEccMode":               nil,
+	"nvmlDeviceGetClockInfo":                    nil,
 
 	"nvmlEventSetCreate":                  nil,
 	"nvmlEventSetWait_v2":                 nil,

@@ -17,7 +17,7 @@ import (
 // untouched is the setup of an emulated H100 that nobody has changed.
 func untouched() gpu.Setup {
 	return gpu.Setup{
-		Compute: gpu.ComputeDefault, Persistence: new(true), Accounting: new(false), ECC: new(true), ECCPending: new(true),
+		Compute: gpu.ComputeDefault, Persistence: new(true), Accounting: new(false), ECC: new(true), ECCPending: new(true), ECCDefault: new(true),
 		Power:    gpu.Setting{Now: emulator.PowerDefault, Default: emulator.PowerDefault},
 		Clock:    gpu.Setting{Now: emulator.ClockDefault, Default: emulator.ClockDefault},
 		Fabric:   gpu.FabricCompleted,
@@ -83,8 +83,10 @@ func TestSetupWithoutAFunction(t *testing.T) {
 		"nvmlDeviceGetPowerManagementLimit":         func(s *gpu.Setup) { s.Power.Now = 0 },
 		"nvmlDeviceGetPowerManagementDefaultLimit":  func(s *gpu.Setup) { s.Power.Default = 0 },
 		"nvmlDeviceGetApplicationsClock":            func(s *gpu.Setup) { s.Clock.Now = 0 },
-		"nvmlDeviceGetDefaultApplicationsClock":     func(s *gpu.Setup) { s.Clock.Default = 0 },
+		"nvmlDeviceGetDefaultApplicationsClock":     func(s *gpu.Setup) { s.Clock.Default, s.ClockHeld = 0, false },
 		"nvmlDeviceGetCurrentClocksThrottleReasons": func(s *gpu.Setup) { s.ClockHeld = false },
+		"nvmlDeviceGetClockInfo":                    func(s *gpu.Setup) { s.ClockHeld = false },
+		"nvmlDeviceGetDefaultEccMode":               func(s *gpu.Setup) { s.ECCDefault = nil },
 		"nvmlDeviceGetGpuFabricInfoV":               func(s *gpu.Setup) { s.Fabric = gpu.FabricNone },
 		"nvmlDeviceGetFieldValues":                  func(s *gpu.Setup) { s.Recovery = gpu.RecoveryUnknown },
 	}
@@ -96,8 +98,14 @@ func TestSetupWithoutAFunction(t *testing.T) {
 	n := emulate(t, lacking(spec, false, symbols))
 	d := open(t, n)
 	of := uuids(inventory(t, d))
+	for i := range of {
+		held := n.State().GPUs[i].Setup
+		held.ClockHeld = true // or the clock is not read
+		try(t, n.SetSetup(i, held))
+	}
 	for i, symbol := range symbols {
 		want := untouched()
+		want.ClockHeld = true
 		lacks[symbol](&want)
 		if got, err := d.Setup(wait(t), of[i+1]); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("without %s it is\n%+v, %v, want\n%+v", symbol, got, err, want)

@@ -62,6 +62,11 @@ func (r *readings) setup(h nvml.Device) (s gpu.Setup, err error) {
 		on, pending, ret = h.GetEccMode()
 		return ret
 	}, func() { s.ECC, s.ECCPending = enabled(on), enabled(pending) })
+	var byDefault nvml.EnableState
+	read(nvmlDeviceGetDefaultEccMode, "default ECC mode", func() nvml.Return {
+		byDefault, ret = h.GetDefaultEccMode()
+		return ret
+	}, func() { s.ECCDefault = enabled(byDefault) })
 	number := func(f *function, what string, into *uint32, call func() (uint32, nvml.Return)) {
 		var v uint32
 		read(f, what, func() nvml.Return { v, ret = call(); return ret }, func() { *into = v })
@@ -78,7 +83,16 @@ func (r *readings) setup(h nvml.Device) (s gpu.Setup, err error) {
 	read(nvmlDeviceGetClocksReasons, "reasons of the clocks", func() nvml.Return {
 		reasons, ret = h.GetCurrentClocksThrottleReasons()
 		return ret
-	}, func() { s.ClockHeld = reasons&nvml.ClocksThrottleReasonApplicationsClocksSetting != 0 })
+	}, func() {})
+	// Cards whose default clock is below their highest give this reason under any load. It means
+	// something only if the clock is below the default.
+	if reasons&nvml.ClocksThrottleReasonApplicationsClocksSetting != 0 {
+		var now uint32
+		number(nvmlDeviceGetClockInfo, "clock", &now, func() (uint32, nvml.Return) {
+			return h.GetClockInfo(nvml.CLOCK_GRAPHICS)
+		})
+		s.ClockHeld = now > 0 && now < s.Clock.Default
+	}
 	read(nvmlDeviceGetFieldValues, "recovery action", func() nvml.Return {
 		s.Recovery, ret = recovery(h)
 		return ret

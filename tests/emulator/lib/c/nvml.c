@@ -249,6 +249,8 @@ nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t d, unsigned i
 nvmlReturn_t nvmlDeviceGetApplicationsClock(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
 nvmlReturn_t nvmlDeviceGetDefaultApplicationsClock(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
 
+nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
+
 static nvmlReturn_t clock_reasons(const char *name, nvmlDevice_t d, unsigned long long *reasons)
 {
     NEED(reasons);
