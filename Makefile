@@ -46,6 +46,7 @@ help:
 	@echo 'make image      the container images, into $(ARCHIVE) and $(PLACER_ARCHIVE)'
 	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
 	@echo 'make release    a release, of both architectures, into dist/VERSION: docs/release.md'
+	@echo 'make publish    push a release to REGISTRY: both images and the chart, of both architectures'
 	@echo 'make lock       renew the versions of the Debian packages that images are made with'
 	@echo 'make vuln       known vulnerabilities of what is linked; VULNDB names the database'
 	@echo 'make clean      end all test nodes and empty the cache'
@@ -161,12 +162,13 @@ emulator-image:
 		--entrypoint /usr/bin/gpu-emulator --file $(EMULATOR_PROGRAM):/usr/bin/gpu-emulator:0755 \
 		--file $$libraries:/usr/lib/gpu-emulator --file LICENSE:/licenses/LICENSE:0644
 
-# Built from what the commit has, not from the checkout. REPOSITORY and PLACER_REPOSITORY are where
-# you push the images: the manifests and the chart name them. AGAIN=1 builds an old version, with the
+# Built from what the commit has, not from the checkout. REGISTRY is where you publish it, a host with or
+# without a path; REPOSITORY and PLACER_REPOSITORY are where the images go there: the manifests and the
+# chart name them. AGAIN=1 builds an old version, with the
 # packages of its time.
 DIST       := dist/$(VERSION)
-REPOSITORY ?= localhost/gpu-agent
-PLACER_REPOSITORY ?= localhost/gpu-placer
+REPOSITORY ?= $(or $(REGISTRY),localhost)/gpu-agent
+PLACER_REPOSITORY ?= $(or $(REGISTRY),localhost)/gpu-placer
 STAGE      := $(CACHE)/release
 .PHONY: release
 release: imager
@@ -178,6 +180,16 @@ release: imager
 	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --gpu-agent-repository $(REPOSITORY) --gpu-placer-repository $(PLACER_REPOSITORY) \
 		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 $(ABOUT)
 	@rm -rf $(STAGE)
+
+# Pushes the release in DIST, and makes it first where there is none. Credentials are those of
+# `docker login`. FORCE=1 moves a version's tag that names something else.
+CHART_REPOSITORY ?= $(REGISTRY)/charts/gpu-agent
+.PHONY: publish
+publish: imager
+	@if [ -z "$(REGISTRY)" ]; then echo 'publish: REGISTRY is missing: a host and a path, such as registry.example.com/team' >&2; exit 1; fi
+	@if [ ! -e $(DIST) ]; then $(MAKE) --no-print-directory release; fi
+	@$(BIN)/image publish --from $(DIST) --version $(VERSION) --gpu-agent-repository $(REPOSITORY) --gpu-placer-repository $(PLACER_REPOSITORY) \
+		--chart-repository $(CHART_REPOSITORY) $(if $(FORCE),--force)
 
 .PHONY: lock
 lock: imager

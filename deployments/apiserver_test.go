@@ -173,17 +173,20 @@ func TestAtTheAPIServer(t *testing.T) {
 			}
 		}
 	})
-	t.Run("what README and docs/mig.md show", func(t *testing.T) {
+	t.Run("what README, docs/pods.md and docs/nodes.md show", func(t *testing.T) {
 		if err := s.do(t, nil, http.MethodPost, "/api/v1/namespaces/default/serviceaccounts", asJSON,
 			fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}}, nil); err != nil {
 			t.Fatal(err)
 		}
-		shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: .*?)```").FindAllStringSubmatch(readme(t)+string(read(t, "../docs/mig.md")), -1)
-		if len(shown) < 2 {
-			t.Fatalf("README and docs/mig.md show %d objects: this test does not look where they are", len(shown))
+		shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: .*?)```").FindAllStringSubmatch(
+			readme(t)+string(read(t, "../docs/pods.md"))+string(read(t, "../docs/nodes.md")), -1)
+		if len(shown) < 4 {
+			t.Fatalf("the pages show %d objects: this test does not look where they are", len(shown))
 		}
 		for _, text := range shown {
-			for _, o := range documents(t, "README.md", []byte(text[1])) {
+			// This API server has no namespace of the agent's.
+			here := strings.ReplaceAll(text[1], "namespace: "+name, "namespace: default")
+			for _, o := range documents(t, "what is shown", []byte(here)) {
 				o.Metadata.Namespace = "default"
 				s.apply(t, o, true)
 			}

@@ -312,6 +312,9 @@ func TestChartValues(t *testing.T) {
 		{nil, []string{"memoryUnit=512MiB"}, env(agent, "GPU_AGENT_MEMORY_UNIT", "512MiB")},
 		{nil, []string{"resourceDomain=nvidia.com"}, append(env(agent, "GPU_AGENT_RESOURCE_DOMAIN", "nvidia.com"), "~ "+policy+"[resourceDomain].expression = 'nvidia.com/'")},
 		{nil, []string{"partitions=version: v1"}, []string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = version: v1"}},
+		{nil, []string{"partitions=apiVersion: v1\nkind: ConfigMap\ndata:\n  config.yaml: |\n    version: v1\n"},
+			[]string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = version: v1\n"}},
+		{nil, []string{"partitions=no: [yaml"}, []string{"~ ConfigMap gpu-agent/gpu-partitions.data.config.yaml = no: [yaml"}},
 		{nil, []string{"image.repository=registry.test/gpu-agent", "image.tag=v1"}, []string{"~ " + agent + ".image = registry.test/gpu-agent:v1"}},
 		{nil, []string{"image.tag=v1", "image.digest=" + digest}, []string{"~ " + agent + ".image = localhost/gpu-agent@" + digest}},
 		{nil, []string{"image.pullPolicy=Always"}, []string{"~ " + agent + ".imagePullPolicy = Always"}},
@@ -449,6 +452,51 @@ func TestChartRefuses(t *testing.T) {
 		out, err := helm(t, "template", name, "chart", "--set", test.value)
 		if err == nil || !strings.Contains(err.Error(), "don't meet the specifications of the schema") || !strings.Contains(err.Error(), test.says) {
 			t.Errorf("--set %s: %v\n%.200s\nwant that the schema refuses %s", test.value, err, out, test.says)
+		}
+	}
+}
+
+// The partitions.yaml that README and docs/install.md show is the same file for Helm and for kustomize.
+func TestChartTakesShownPartitions(t *testing.T) {
+	for _, document := range []string{"../README.md", "../docs/install.md"} {
+		shown := shownConfigMaps(t, document)
+		if len(shown) != 1 {
+			t.Fatalf("%s shows %d ConfigMaps, want 1", document, len(shown))
+		}
+		dir := overlay(t, "# with the file of "+document+"\npatches: [{path: partitions.yaml}]\n", []string{"base"}, nil)
+		file := filepath.Join(dir, "partitions.yaml")
+		if err := os.WriteFile(file, []byte(shown[0]), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		out, err := helm(t, "template", name, "chart", "--namespace", name, "--set-file", "partitions="+file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := partitionsIn(t, documents(t, document, []byte(shown[0])))
+		if got := partitionsIn(t, documents(t, "chart", []byte(out))); got != want {
+			t.Errorf("%s: by Helm the agent reads\n%s\nwant\n%s", document, got, want)
+		}
+		if got := partitionsIn(t, render(t, dir)); got != want {
+			t.Errorf("%s: by kustomize the agent reads\n%s\nwant\n%s", document, got, want)
+		}
+	}
+}
+
+// A manifest that has no partition file is refused before the agent sees it.
+func TestChartRefusesManifests(t *testing.T) {
+	for text, says := range map[string]string{
+		"apiVersion: v1\nkind: Secret\ndata:\n  config.yaml: eA==\n":     "partitions: it is of kind Secret",
+		"apiVersion: v1\nkind: ConfigMap\n":                              "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: {}\n":                    "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: [x]\n":                   "partitions: the ConfigMap has no text",
+		"apiVersion: v1\nkind: ConfigMap\ndata: {config.yaml: {a: b}}\n": "partitions: the ConfigMap has no text",
+	} {
+		file := filepath.Join(t.TempDir(), "partitions.yaml")
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if out, err := helm(t, "template", name, "chart", "--set-file", "partitions="+file); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%q: %v\n%.200s\nwant %q", text, err, out, says)
 		}
 	}
 }

@@ -601,11 +601,12 @@ func TestNodes(t *testing.T) {
 	}
 }
 
+type configMap struct {
+	header `yaml:",inline"`
+	Data   map[string]string
+}
+
 func TestSamplePartitions(t *testing.T) {
-	type configMap struct {
-		header `yaml:",inline"`
-		Data   map[string]string
-	}
 	cm := as[configMap](t, one(t, base(t), "ConfigMap", "gpu-partitions"))
 	text, ok := cm.Data["config.yaml"]
 	if !ok || len(cm.Data) != 1 {

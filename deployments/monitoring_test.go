@@ -116,9 +116,9 @@ func TestMonitoringService(t *testing.T) {
 
 // The overlay that the documents show has every alert lead to another place, at the same section.
 func TestShownRunbookBase(t *testing.T) {
-	shown := regexp.MustCompile("(?s)```yaml\n(# your kustomization.yaml\n[^`]*runbook_url[^`]*)```").FindStringSubmatch(string(read(t, "../docs/operations.md")))
+	shown := regexp.MustCompile("(?s)```yaml\n(# your kustomization.yaml\n[^`]*runbook_url[^`]*)```").FindStringSubmatch(string(read(t, "../docs/metrics.md")))
 	if shown == nil {
-		t.Fatal("docs/operations.md does not show how to have alerts lead elsewhere")
+		t.Fatal("docs/metrics.md does not show how to have alerts lead elsewhere")
 	}
 	base := regexp.MustCompile(`sourceValue: (\S+)`).FindStringSubmatch(shown[1])
 	if base == nil {

@@ -193,7 +193,7 @@ func TestShownQueryIsRecorded(t *testing.T) {
 func servedMetrics(t *testing.T) map[string]bool {
 	t.Helper()
 	out := map[string]bool{"up": true, "process_resident_memory_bytes": true}
-	for _, doc := range []string{"../docs/operations.md", "../docs/placer.md"} {
+	for _, doc := range []string{"../docs/metrics.md", "../docs/placer.md"} {
 		for _, m := range regexp.MustCompile("(?m)^\\| (`.*?) \\|").FindAllStringSubmatch(string(read(t, doc)), -1) {
 			for _, name := range regexp.MustCompile("`(gpu_agent_\\w+|container_gpu_allocation)`").FindAllStringSubmatch(m[1], -1) {
 				out[name[1]] = true

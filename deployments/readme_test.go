@@ -5,6 +5,7 @@ package deployments
 import (
 	"encoding/json"
 	"errors"
+	"io/fs"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -88,8 +89,8 @@ func names(pattern, text string) []string {
 
 func TestDocsNameEveryMetric(t *testing.T) {
 	have := names(`(?m)^# HELP (gpu_agent_\w+)`, agentPage(t))
-	if got := names("`(gpu_agent_\\w+)`", string(read(t, "../docs/operations.md"))); !slices.Equal(got, have) {
-		t.Errorf("docs/operations.md has the metrics\n%q, the agent serves\n%q", got, have)
+	if got := names("`(gpu_agent_\\w+)`", string(read(t, "../docs/metrics.md"))); !slices.Equal(got, have) {
+		t.Errorf("docs/metrics.md has the metrics\n%q, the agent serves\n%q", got, have)
 	}
 }
 
@@ -125,6 +126,7 @@ func TestShownPartitions(t *testing.T) {
 	}{
 		{"../README.md", "a30-24gb", nil},
 		{"../README.md", "a100-80gb", nil},
+		{"../docs/install.md", "a100-80gb", nil},
 		{"../docs/reference.md", "a30-24gb", nil},
 		{"../docs/reference.md", "a100-80gb", []string{"mixed"}},
 		{"../docs/migrate-from-nvidia.md", "a100-80gb", nil},
@@ -133,12 +135,15 @@ func TestShownPartitions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		blocks := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(string(read(t, test.file)), -1)
-		if len(blocks) == 0 {
+		files := regexp.MustCompile("(?s)```yaml\n(version: .*?)```").FindAllStringSubmatch(string(read(t, test.file)), -1)
+		for _, text := range shownConfigMaps(t, test.file) {
+			files = append(files, []string{"", partitionsIn(t, documents(t, test.file, []byte(text)))})
+		}
+		if len(files) == 0 {
 			t.Errorf("%s shows no partitions", test.file)
 		}
-		for _, b := range blocks {
-			file, err := config.Parse(test.file, []byte(b[1]))
+		for _, f := range files {
+			file, err := config.Parse(test.file, []byte(f[1]))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -152,6 +157,29 @@ func TestShownPartitions(t *testing.T) {
 			}
 		}
 	}
+}
+
+// shownConfigMaps are the texts of those in a document, between fences or indented.
+func shownConfigMaps(t *testing.T, file string) (all []string) {
+	t.Helper()
+	for _, m := range regexp.MustCompile(`(?m)^( *)apiVersion: v1\n *kind: ConfigMap\n(?: *[^\s`+"`"+`].*\n)+`).FindAllStringSubmatch(string(read(t, file)), -1) {
+		all = append(all, strings.ReplaceAll("\n"+m[0], "\n"+m[1], "\n"))
+	}
+	return all
+}
+
+// partitionsIn is the partition file in the ConfigMap gpu-partitions among objects.
+func partitionsIn(t *testing.T, objects []object) string {
+	t.Helper()
+	o := one(t, objects, "ConfigMap", "gpu-partitions")
+	if o.Metadata.Namespace != name {
+		t.Errorf("the ConfigMap gpu-partitions is in the namespace %q", o.Metadata.Namespace)
+	}
+	text, ok := as[configMap](t, o).Data["config.yaml"]
+	if !ok {
+		t.Fatal("the ConfigMap gpu-partitions has no config.yaml")
+	}
+	return text
 }
 
 // The drawings of a MIG GPU are what gpu-agent status prints.
@@ -260,9 +288,10 @@ partitions:
 			t.Errorf("docs/mig.md does not show\n%s", want)
 		}
 	}
-	refused, _, _ := strings.Cut(prints("check --config partitions.yaml --inventory node.json --partition mixed"), "\n") // a count follows
-	if !strings.Contains(manual, refused) {
-		t.Errorf("docs/mig.md does not show\n%s", refused)
+	read, refused, _ := strings.Cut(prints("check --config partitions.yaml --inventory node.json --partition mixed"), "\n")
+	refused, _, _ = strings.Cut(refused, "\n") // a count follows
+	if shown := read + "\n" + refused; !strings.Contains(manual, shown) {
+		t.Errorf("docs/mig.md does not show\n%s", shown)
 	}
 	// The agent's own answer is of a file on its standard input.
 	if _, says, _ := strings.Cut(refused, ":12: "); !strings.Contains(reference(t), "    standard input:12: "+says) {
@@ -282,11 +311,15 @@ func headings(text string) []string {
 
 // Every link in a document leads to a file, and to a heading in it.
 func TestLinks(t *testing.T) {
-	files, err := filepath.Glob("../docs/*.md")
-	if err != nil || len(files) == 0 {
-		t.Fatalf("find the documents: %v, %v", files, err)
+	docs, err := filepath.Glob("../docs/*.md")
+	if err != nil || len(docs) == 0 {
+		t.Fatalf("find the documents: %v, %v", docs, err)
 	}
-	for _, f := range append(files, "../README.md") {
+	top, err := filepath.Glob("../*.md")
+	if err != nil || len(top) < 4 {
+		t.Fatalf("find README and its neighbours: %v, %v", top, err)
+	}
+	for _, f := range slices.Concat(docs, top) {
 		text := string(read(t, f))
 		for _, m := range regexp.MustCompile(`\]\(([^)#]*)#?([^)]*)\)`).FindAllStringSubmatch(text, -1) {
 			target, anchor := f, m[2]
@@ -300,6 +333,58 @@ func TestLinks(t *testing.T) {
 				t.Errorf("%s: %s has no heading %s", f, target, anchor)
 			}
 		}
+	}
+}
+
+// Every document that code, a manifest or a test names is there, with the section that it names.
+func TestNamedDocuments(t *testing.T) {
+	pattern := regexp.MustCompile(`\bdocs/([a-z-]+\.md)(?:#([a-z0-9_-]+))?`)
+	found := 0
+	err := filepath.WalkDir("..", func(path string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && (d.Name() == ".git" || d.Name() == "stages"): // the test of stages makes documents of its own
+			return fs.SkipDir
+		case d.IsDir() || !slices.Contains([]string{".go", ".yaml", ".json", ".c", ".h"}, filepath.Ext(path)):
+			return nil
+		}
+		for _, m := range pattern.FindAllStringSubmatch(string(read(t, path)), -1) {
+			found++
+			if text, err := os.ReadFile(filepath.Join("../docs", m[1])); err != nil {
+				t.Errorf("%s names a document that is not there: %v", path, err)
+			} else if m[2] != "" && !slices.Contains(headings(string(text)), m[2]) {
+				t.Errorf("%s names %s, and docs/%s has no such heading", path, m[0], m[1])
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if found < 60 {
+		t.Errorf("%d documents are named: this test does not look where they are", found)
+	}
+}
+
+// A page takes ten minutes to read at most, but for those where people look things up; what users of
+// pods read first fits on two screens.
+func TestPagesAreShort(t *testing.T) {
+	const most = 2300
+	long := []string{"architecture.md", "bursting.md", "reference.md", "runbooks.md"}
+	files, err := filepath.Glob("../docs/*.md")
+	if err != nil || len(files) < 20 {
+		t.Fatalf("find the documents: %v, %v", files, err)
+	}
+	for _, f := range files {
+		text := string(read(t, f))
+		words := len(strings.Fields(regexp.MustCompile("(?s)```.*?```|\\n    [^\\n]*").ReplaceAllString(text, "")))
+		if words > most && !slices.Contains(long, filepath.Base(f)) {
+			t.Errorf("%s has %d words, want at most %d: divide it", f, words, most)
+		}
+	}
+	if lines := strings.Count(string(read(t, "../docs/pods.md")), "\n"); lines > 150 {
+		t.Errorf("docs/pods.md has %d lines, want two screens", lines)
 	}
 }
 

@@ -5,8 +5,10 @@ package main
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -21,7 +23,6 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
-	"example.com/gpu-agent/internal/usage/segments"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -149,10 +150,12 @@ type demandJSON struct {
 type alternativeJSON struct {
 	Name    string `json:"name"`
 	Present bool   `json:"present,omitempty"`
-	Served  int    `json:"served"`
-	Refused int    `json:"refused"`
-	Never   int    `json:"never"`
-	Waited  int    `json:"waited"`
+	// Ties counts the partitions with the same result that are not shown.
+	Ties    int `json:"ties,omitempty"`
+	Served  int `json:"served"`
+	Refused int `json:"refused"`
+	Never   int `json:"never"`
+	Waited  int `json:"waited"`
 	// Waiting counts those of Waited that waited to the end.
 	Waiting int `json:"waiting"`
 	// Wait is the sum of all waits, and Longest the longest one, in seconds.
@@ -164,7 +167,8 @@ type alternativeJSON struct {
 	Names   []advise.Renaming `json:"names,omitempty"`
 }
 
-// demand reads the requests, and returns them with the journal.
+// demand reads the requests, and returns them with the journal. Without a journal they are those of the
+// trace.
 func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	now := time.Now()
 	o := advise.Options{
@@ -179,8 +183,9 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	}
 	j := &advise.Journal{}
 	journal := filepath.Join(r.stateDir, usageDir)
-	if err := segments.Read(journal, o.Since, j.Apply); err != nil {
-		return nil, nil, err
+	missing := readJournal(journal, o.Since, j.Apply)
+	if missing != nil && (r.trace == "" || !errors.Is(missing, fs.ErrNotExist)) {
+		return nil, nil, missing
 	}
 	var t *advise.Trace
 	if r.trace != "" {
@@ -196,6 +201,14 @@ func (r *adviceRequest) demand() (*advise.Demand, *advise.Journal, error) {
 	d, err := j.Demand(t, o)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%s: %w", journal, err)
+	}
+	if len(d.Requests) == 0 {
+		return nil, nil, fmt.Errorf("%s: nothing was asked for from %s to %s, "+
+			"so that no partition is better than another: choose another time with --since and --until, or add the cluster's pods with --trace",
+			journal, d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))
+	}
+	if missing != nil {
+		d.Notes = append(d.Notes, fmt.Sprintf("Only the trace counts: %v.", missing))
 	}
 	return d, j, nil
 }
@@ -248,20 +261,56 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have all of it. "+
 			"Name it with --config and --partition.")
 	}
-	for i := range a.Tried {
-		if t := &a.Tried[i]; i < max(1, r.top) || t.Present || t.Plain {
-			out.Alternatives = append(out.Alternatives, alternativeJSON{
-				t.Name, t.Present, t.Served, t.Refused, t.Never, t.Waited, t.Waiting,
-				t.Wait.Seconds(), t.Longest.Seconds(), t.Packed, t.Idle, t.Renamed, t.Names,
-			})
-		}
-	}
+	out.show(a, max(1, r.top))
 	comments := append([]string{out.headline(), out.Alternatives[0].told() + ".", "This assumes:"}, out.Assumes...)
 	for i := 3; i < len(comments); i++ {
 		comments[i] = "- " + comments[i]
 	}
 	out.Partition, err = advise.File(r.partition, best, comments, on)
 	return out, err
+}
+
+// show fills in Alternatives: the best top results, each by the first partition that has it, the present
+// partition, and those with one layout on all GPUs.
+func (a *adviceJSON) show(from *advise.Advice, top int) {
+	first := map[string]int{} // index in Alternatives by result
+	for i := range from.Tried {
+		t := &from.Tried[i]
+		to := alternativeJSON{
+			Name: t.Name, Present: t.Present, Served: t.Served, Refused: t.Refused, Never: t.Never,
+			Waited: t.Waited, Waiting: t.Waiting, Wait: t.Wait.Seconds(), Longest: t.Longest.Seconds(),
+			Packed: t.Packed, Idle: t.Idle, Renamed: t.Renamed, Names: t.Names,
+		}
+		result := strings.Join(to.figures(), " ")
+		at, seen := first[result]
+		switch {
+		case t.Present || t.Plain, !seen && len(first) < top:
+			if !seen {
+				first[result] = len(a.Alternatives)
+			}
+			a.Alternatives = append(a.Alternatives, to)
+		case seen:
+			a.Alternatives[at].Ties++
+		}
+	}
+	if len(a.Alternatives) > 0 && a.Alternatives[0].Ties > 0 && len(first) == 1 && a.same(len(from.Tried)) {
+		a.Notes = append(a.Notes, "All partitions that were tried come to the same: "+
+			"what was asked for does not tell them apart.")
+	}
+}
+
+// same reports whether all that were tried are in one line's result.
+func (a *adviceJSON) same(tried int) bool {
+	for i := range a.Alternatives {
+		tried -= 1 + a.Alternatives[i].Ties
+	}
+	return tried == 0
+}
+
+// figures are the cells of an alternative's line, without its name.
+func (a *alternativeJSON) figures() []string {
+	return []string{strconv.Itoa(a.Served), strconv.Itoa(a.Refused), strconv.Itoa(a.Never), strconv.Itoa(a.Waited),
+		a.mean(), seconds(a.Longest), strconv.Itoa(a.Renamed), percent(a.Packed), percent(a.Idle)}
 }
 
 func (a *adviceJSON) headline() string {
@@ -301,9 +350,11 @@ func (a *adviceJSON) print(out io.Writer) error {
 	fmt.Fprintln(w, "PARTITION\tSERVED\tREFUSED\tNEVER\tWAITED\tMEAN WAIT\tLONGEST\tRENAMED\tPACKED\tIDLE")
 	for i := range a.Alternatives {
 		t := &a.Alternatives[i]
-		fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%d\t%s\t%s\t%d\t%s\t%s\n",
-			t.Name, t.Served, t.Refused, t.Never, t.Waited, t.mean(), seconds(t.Longest),
-			t.Renamed, percent(t.Packed), percent(t.Idle))
+		name := t.Name
+		if t.Ties > 0 {
+			name += fmt.Sprintf(" (and %d more)", t.Ties)
+		}
+		fmt.Fprintln(w, strings.Join(append([]string{name}, t.figures()...), "\t"))
 	}
 	if err := w.Flush(); err != nil {
 		return err

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/advise"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
@@ -107,6 +108,14 @@ func TestAdvise(t *testing.T) {
 		return out
 	}
 	golden(t, "testdata/advise.txt", []byte(advise("--trace", trace, "--top", "3")))
+	// The documents show this output; one says in sentences what it means.
+	table, _, _ := strings.Cut(advise("--trace", trace, "--top", "1"), "\n\n#")
+	shown := strings.ReplaceAll(strings.ReplaceAll("\n"+table, "\n", "\n    "), "\n    \n", "\n\n")
+	for _, page := range []string{"advise", "plan"} {
+		if !strings.Contains(string(read(t, "../../docs/"+page+".md")), shown) {
+			t.Errorf("docs/%s.md does not show\n%s", page, shown)
+		}
+	}
 	golden(t, "testdata/advise-journal.txt", []byte(advise("--top", "0", "--placer", "--refused", "back")))
 	golden(t, "testdata/advise.json", []byte(advise("--trace", trace, "--top", "1", "-o", "json")))
 
@@ -132,12 +141,67 @@ func TestAdvise(t *testing.T) {
 		{[]string{"--since", "yesterday"}, "is not a time"},
 		{[]string{"--since", "2026-03-02", "--until", "2026-03-01"}, "there is no demand"},
 		{[]string{"--trace", inventory}, "document 1: it has no kind"},
-		{[]string{"--state-dir", t.TempDir()}, "there is no demand"},
+		{[]string{"--state-dir", "/nonexistent"}, "there is no usage journal in /nonexistent/usage: "},
+		{[]string{"--state-dir", "/nonexistent"}, "unless it runs with --usage-size 0"},
+		{[]string{"--since", "2026-03-01T11:59", "--until", "2026-03-01T12:00"}, "nothing was asked for"},
 		{[]string{"--config", plans, "--partition", "none"}, "no partition is named"},
 		{[]string{"--tries", "0"}, "--tries is at least 1"},
 	} {
 		if _, _, err := execute(t, append([]string{"advise", "--state-dir", stateDir, "--inventory", inventory}, bad.args...)...); err == nil || !strings.Contains(err.Error(), bad.want) {
 			t.Errorf("%q: %v, want %q", bad.args, err, bad.want)
+		}
+	}
+}
+
+// Without a journal the pods of the trace count alone, and the advice tells so.
+func TestAdviseByTheTraceAlone(t *testing.T) {
+	inv, inventory := twoGPUs(t)
+	_, trace := crowdedDay(t, inv)
+	out, _, err := execute(t, "advise", "--state-dir", "/nonexistent", "--inventory", inventory, "--trace", trace, "--node-name", "n")
+	if err != nil || !strings.Contains(strings.Join(strings.Fields(strings.ReplaceAll(out, "#", "")), " "), "Only the trace counts: there is no usage journal in /nonexistent/usage") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// Partitions of one result are one line: they are no choices.
+func TestAdviseShowsATieOnce(t *testing.T) {
+	alternative := func(name string, served int, change func(*advise.Alternative)) advise.Alternative {
+		a := advise.Alternative{Name: name}
+		a.Served = served
+		if change != nil {
+			change(&a)
+		}
+		return a
+	}
+	plain := func(a *advise.Alternative) { a.Plain = true }
+	present := func(a *advise.Alternative) { a.Present = true }
+	for _, c := range []struct {
+		name  string
+		tried []advise.Alternative
+		want  string
+		told  bool
+	}{
+		{"ties", []advise.Alternative{alternative("a", 9, nil), alternative("b", 9, nil), alternative("c", 9, nil), alternative("d", 8, nil), alternative("e", 7, nil)},
+			"a+2 d", false},
+		{"the present one and plain ones", []advise.Alternative{alternative("a", 9, nil), alternative("whole", 9, plain), alternative("c", 9, nil), alternative("now", 5, present), alternative("x", 5, nil)},
+			"a+1 whole now+1", false},
+		{"all the same", []advise.Alternative{alternative("whole", 9, plain), alternative("b", 9, nil), alternative("now", 9, present), alternative("d", 9, nil)},
+			"whole+2 now", true},
+		{"the same for the first two of three", []advise.Alternative{alternative("a", 9, nil), alternative("b", 9, nil), alternative("c", 8, nil)},
+			"a+1 c", false},
+	} {
+		var out adviceJSON
+		out.show(&advise.Advice{Tried: c.tried}, 2)
+		var got []string
+		for _, a := range out.Alternatives {
+			name := a.Name
+			if a.Ties > 0 {
+				name += fmt.Sprint("+", a.Ties)
+			}
+			got = append(got, name)
+		}
+		if text := strings.Join(got, " "); text != c.want || (len(out.Notes) > 0) != c.told {
+			t.Errorf("%s: %q, notes %q; want %q, and a note: %v", c.name, text, out.Notes, c.want, c.told)
 		}
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -29,16 +30,22 @@ import (
 func newExport() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "export",
-		Short: "print the cluster's GPUs in the form that Kueue, Karpenter or Cluster Autoscaler needs",
-		Long: `Prints GPUs in the form that another program needs. They are those of the cluster of --kubeconfig,
-from its Nodes and GPUNodes, or those of recorded inventories (gpu-agent inventory -o json). Each
-inventory is one node of that site or instance type, laid out as --config says.`,
+		Short: "print what nodes offer in the form that Kueue, Karpenter or Cluster Autoscaler needs",
+		Long: `Prints what nodes offer to pods, in the form that another program needs. They are the nodes of the
+cluster of --kubeconfig or $KUBECONFIG, by what their GPUNodes tell, or those of recorded inventories
+(gpu-agent inventory -o json). Each inventory is one node of that site or instance type, laid out as
+--config says. GPUs that offer nothing do not count: those that are off, that have no partition, or
+that another program gives out.`,
 	}
 	c.AddCommand(newExportKueue(), newExportKarpenter(), newExportClusterAutoscaler())
 	return c
 }
 
-// sourceFlags select the GPUs that are exported.
+// kubeconfig returns the kubeconfigs to read: as kubectl does, those of the flag before those of the
+// environment. It is empty if there are none, and then the pod's service account counts.
+func kubeconfig(flag string) string { return cmp.Or(flag, os.Getenv("KUBECONFIG")) }
+
+// sourceFlags select the nodes that are exported.
 type sourceFlags struct {
 	names                  nameFlags
 	config, selector, site string
@@ -46,7 +53,7 @@ type sourceFlags struct {
 }
 
 func (s *sourceFlags) register(fs *pflag.FlagSet) {
-	command.Kubeconfig(fs, &s.names.kubeconfig)
+	command.Kubeconfig(fs, &s.names.kubeconfig, noKubeconfig)
 	s.names.Register(fs)
 	fs.StringVar(&s.selector, "selector", "",
 		"only nodes with these `labels`, in the form of kubectl -l; not for recorded inventories")
@@ -106,7 +113,7 @@ func (s *sourceFlags) cluster(ctx context.Context, c console) ([]export.Node, er
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	found, err := agentkube.List(ctx, kube.Options{
-		Kubeconfig: s.names.kubeconfig, Domain: s.names.Domain,
+		Kubeconfig: kubeconfig(s.names.kubeconfig), Domain: s.names.Domain,
 		Logger: slog.New(slog.NewTextHandler(c.err, nil)),
 	}, s.selector)
 	if err != nil {

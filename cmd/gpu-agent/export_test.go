@@ -64,6 +64,21 @@ func TestExport(t *testing.T) {
 	}
 }
 
+// An export reads $KUBECONFIG, as kubectl does, unless a flag names another file.
+func TestExportReadsKUBECONFIG(t *testing.T) {
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+	t.Setenv("KUBECONFIG", "/nowhere/of-the-environment")
+	for _, args := range [][]string{{"karpenter"}, {"kueue", "--cloud", "none", "--team", "a"}} {
+		if _, _, err := execute(t, append([]string{"export"}, args...)...); err == nil || !strings.Contains(err.Error(), "/nowhere/of-the-environment") {
+			t.Errorf("%q: %v", args, err)
+		}
+		args = append(args, "--kubeconfig", "/nowhere/of-the-flag")
+		if _, _, err := execute(t, append([]string{"export"}, args...)...); err == nil || !strings.Contains(err.Error(), "/nowhere/of-the-flag") {
+			t.Errorf("%q: %v", args, err)
+		}
+	}
+}
+
 // TestShownExports runs the commands that docs/bursting.md shows, and looks for all flags there.
 func TestShownExports(t *testing.T) {
 	manual := string(read(t, "../../docs/bursting.md"))

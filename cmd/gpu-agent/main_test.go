@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -56,6 +57,10 @@ func TestCheck(t *testing.T) {
 	good := write(t, "good.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  fleet:\n    - devices: {model: \"NVIDIA H100*\"}\n      mode: whole\n")
 	bad := write(t, "bad.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  absent:\n    - devices: [99]\n      mode: whole\n")
 	many := write(t, "many.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 10000\n  units:\n    - devices: all\n      mode: shared\n")
+	manifest := write(t, "manifest.yaml", "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: gpu-partitions, namespace: gpu-agent}\ndata:\n  config.yaml: |\n"+
+		"    version: v1\n    partitions:\n      default:\n        - devices: all\n          mode: shared\n      absent:\n        - devices: [99]\n          mode: whole\n")
+	typo := write(t, "typo.yaml", "version: v1\npartitions:\n  default:\n    - devices: {model: H100}\n      mode: shared\n")
+	fleet := write(t, "fleet.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  old:\n    - devices: {model: NVIDIA A30}\n      mode: whole\n")
 	broken := write(t, "broken.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 0\n")
 	for _, tt := range []struct {
 		args []string
@@ -66,6 +71,11 @@ func TestCheck(t *testing.T) {
 		{[]string{"check", "--config", good, "--inventory", h100}, true, "partition default fits", ""},
 		{[]string{"check", "--inventory", h100, "--config", good}, true, "partition fleet fits", ""},
 		{[]string{"check", "--config", bad, "--inventory", h100}, false, "partition default fits", bad + ":7: "},
+		{[]string{"check", "--config", good, "--inventory", h100}, true, good + ": read as a partition file\n", ""},
+		{[]string{"check", "--config", manifest, "--inventory", h100}, false, manifest + ": read as a manifest: the key config.yaml of the ConfigMap gpu-agent/gpu-partitions\n", manifest + ":12: "},
+		{[]string{"check", "--config", fleet, "--inventory", h100}, true, "partition old is for other nodes (line 6: ", ""},
+		{[]string{"check", "--config", fleet, "--inventory", h100, "--partition", "old"}, false, "", fleet + ":6: "},
+		{[]string{"check", "--config", typo, "--inventory", h100}, false, `the models of this node are "NVIDIA H100 80GB HBM3", and no GPU matches the model "H100" on line 4`, ""},
 		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "default"}, true, "partition default fits", ""},
 		{[]string{"check", "--config", bad, "--inventory", h100, "--partition", "none"}, false, "", "none"},
 		{[]string{"check", "--config", broken, "--inventory", h100}, false, "", broken + ":6: "},
@@ -284,6 +294,29 @@ func TestMemoryFlag(t *testing.T) {
 		var m memoryFlag
 		if err := m.Set(in); err == nil {
 			t.Errorf("%q was read as %d", in, m)
+		}
+	}
+}
+
+// The README's example passes the README's check on every kind of node, as the ConfigMap that it is,
+// and as the file in it.
+func TestReadmePartitionsPassItsCheck(t *testing.T) {
+	text := string(read(t, "../../README.md"))
+	shown := regexp.MustCompile("(?s)```yaml\n(apiVersion: v1\nkind: ConfigMap\n.*?  config.yaml: \\|\n(.*?))```").FindStringSubmatch(text)
+	if shown == nil || !strings.Contains(text, "gpu-agent check --config - <partitions.yaml") {
+		t.Fatal("the README shows no partitions, or not how to check them")
+	}
+	bare := strings.ReplaceAll("\n"+shown[2], "\n    ", "\n")
+	nodes, err := filepath.Glob("../../tests/testdata/inventories/*.json")
+	if err != nil || len(nodes) < 5 {
+		t.Fatalf("find the inventories: %v, %v", nodes, err)
+	}
+	for _, node := range nodes {
+		for _, file := range []string{shown[1], bare} {
+			out, says, err := executeWith(t, file, "check", "--config", "-", "--inventory", node)
+			if err != nil || says != "" || !strings.Contains(out, "partition default fits") {
+				t.Errorf("%s: %v\n%s%s", node, err, out, says)
+			}
 		}
 	}
 }

@@ -58,6 +58,10 @@ func (n *nodeFlags) runtime(domain string, claims func() bool, log *slog.Logger)
 	})
 }
 
+// noKubeconfig is what counts without --kubeconfig. People run export from where they run kubectl; the
+// other commands run in a pod.
+const noKubeconfig = "the pod's service account; export reads $KUBECONFIG first"
+
 // nameFlags are the flags for this Node's name, the API server, and the domains that the agent
 // uses.
 type nameFlags struct {
@@ -66,7 +70,7 @@ type nameFlags struct {
 }
 
 func (n *nameFlags) register(fs *pflag.FlagSet) {
-	command.Kubeconfig(fs, &n.kubeconfig)
+	command.Kubeconfig(fs, &n.kubeconfig, noKubeconfig)
 	n.Register(fs)
 	nodeNameFlag(fs, &n.nodeName)
 }

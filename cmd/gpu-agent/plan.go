@@ -137,15 +137,17 @@ func (a *planFlags) agent(
 	return answer, true, err
 }
 
-// partitionFile is a parsed partition file, its name in messages, and its text.
+// partitionFile is a parsed partition file, its name in messages, and its text. manifest is the name of
+// the ConfigMap that it was read from; empty if it was read as it is.
 type partitionFile struct {
 	*config.File
-	name string
-	data []byte
+	name     string
+	data     []byte
+	manifest string
 }
 
-// readPartitions reads a partition file, or the standard input for -. The latter is for the
-// agent's container, which has the GPUs and no file.
+// readPartitions reads a partition file, or the manifest of a ConfigMap that has one, or the standard
+// input for -. The latter is for the agent's container, which has the GPUs and no file.
 func readPartitions(c console, file string) (f partitionFile, err error) {
 	if f.name = file; file == "-" {
 		f.name = "standard input"
@@ -154,6 +156,9 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 		}
 	} else if f.data, err = os.ReadFile(file); err != nil {
 		return f, err
+	}
+	if f.data, f.manifest, err = config.Unwrap(f.name, f.data); err != nil {
+		return f, invalid(err)
 	}
 	if f.File, err = config.Parse(f.name, f.data); err != nil {
 		return f, invalid(err)
@@ -264,12 +269,14 @@ func newCheck() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check --config FILE | --node",
 		Short: "check a partition file, for this node or an inventory; or what earlier owners have left on it",
-		Long: `Reads a partition file and checks each of its partitions, or the one of --partition, for
-this node or --inventory. The agent on this node answers, and names the holders that a
-partition would wait for; without one, and with --inventory, holders are not known.
-Mistakes go to standard error as file:line: reason, and the exit code is 5. A
-partition that fits and would wait for holders is not wrong. Without --inventory it also
-prints what earlier owners have left on this node's GPUs.
+		Long: `Reads a partition file, or the manifest of a ConfigMap that has one, and checks each of
+its partitions, or the one of --partition, for this node or --inventory. The agent on this
+node answers, and names the holders that a partition would wait for; without one, and with
+--inventory, holders are not known. Mistakes go to standard error as file:line: reason, and
+the exit code is 5. A partition that fits and would wait for holders is not wrong. Neither
+is one that names only models which this node does not have, unless it is the one of
+--partition, or the node's own. Without --inventory it also prints what earlier owners have
+left on this node's GPUs.
 With --node it prints only that, with the commands that end it: before the DaemonSet is
 applied, and beside an agent. It reads and changes nothing. It judges by the partition of
 --config, and without one as for whole GPUs. The exit code is 4 if something of it keeps
@@ -303,14 +310,28 @@ func (a *planFlags) check(ctx context.Context, c console) error {
 	if err != nil {
 		return err
 	}
-	bad := 0
+	if f.manifest != "" {
+		fmt.Fprintf(c.out, "%s: read as a manifest: the key %s of the ConfigMap %s\n",
+			a.config, config.ManifestKey, printable(f.manifest))
+	} else {
+		fmt.Fprintf(c.out, "%s: read as a partition file\n", a.config)
+	}
+	bad, elsewhere := 0, 0
 	for i := range plans {
-		if !printFit(c, f.name, a.config, &plans[i]) {
+		switch p := &plans[i]; {
+		case p.Elsewhere && !p.Own && a.partition == "":
+			elsewhere++
+			fmt.Fprintf(c.out, "%s: partition %s is for other nodes (line %d: %s); "+
+				"check it there, or with --inventory\n", a.config, p.Partition, p.Mistakes[0].Line, p.Mistakes[0].Message)
+		case !printFit(c, f.name, a.config, p):
 			bad++
 		}
 	}
 	if a.found != nil {
 		a.found()
+	}
+	if elsewhere == len(plans) && elsewhere > 0 {
+		return invalid(fmt.Errorf("%s: no partition is for this node: all name models that it does not have", a.config))
 	}
 	if bad > 0 {
 		return invalid(fmt.Errorf("%s: %d of %d partitions do not fit these GPUs", a.config, bad, len(names)))

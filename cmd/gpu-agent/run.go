@@ -17,6 +17,7 @@ import (
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
+	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
 	frontend "example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/gpunode"
@@ -39,7 +40,7 @@ import (
 )
 
 // configKey is the ConfigMap's key with the partition file.
-const configKey = "config.yaml"
+const configKey = config.ManifestKey
 
 type runFlags struct {
 	driver            driverFlags

@@ -6,8 +6,10 @@ import (
 	"cmp"
 	"context"
 	"encoding/csv"
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"path/filepath"
 	"slices"
@@ -254,7 +256,7 @@ func (r *usageReport) sums(c console) error {
 	report := account.NewReport(from, to, by)
 	book := account.NewBook(report)
 	left := account.Dropped{}
-	if err := segments.Read(r.dir, from, left.Noting(book.Apply)); err != nil {
+	if err := readJournal(r.dir, from, left.Noting(book.Apply)); err != nil {
 		return err
 	}
 	printRemoved(c.err, left, from)
@@ -294,6 +296,16 @@ func (r *usageReport) hours(h *float64) string {
 	return strconv.FormatFloat(*h, 'f', -1, 64)
 }
 
+// readJournal reads the journal in a directory. If there is none, the error has the remedy.
+func readJournal(dir string, since time.Time, apply func(*account.Record)) error {
+	err := segments.Read(dir, since, apply)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("%w; the agent of a node keeps one in its --state-dir, unless it runs with --usage-size 0: "+
+			"run this in the agent's pod, or name the directory that holds usage with --state-dir", err)
+	}
+	return err
+}
+
 // mostLeft is how many owners tellLeft names.
 const mostLeft = 10
 
@@ -328,7 +340,7 @@ func (r *usageReport) presence(c console) error {
 	who := account.NewPresence(at, r.gpu)
 	book := account.NewBook(who)
 	left := account.Dropped{}
-	if err := segments.Read(r.dir, at, left.Noting(book.Apply)); err != nil {
+	if err := readJournal(r.dir, at, left.Noting(book.Apply)); err != nil {
 		return err
 	}
 	printRemoved(c.err, left, at)

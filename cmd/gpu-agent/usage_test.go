@@ -116,3 +116,13 @@ func TestUsage(t *testing.T) {
 		}
 	}
 }
+
+// A directory without a journal is no node on which nobody had anything.
+func TestUsageOfNoJournal(t *testing.T) {
+	for _, args := range [][]string{nil, {"--at", "2026-03-01"}} {
+		out, _, err := execute(t, append([]string{"usage", "--state-dir", "/nonexistent"}, args...)...)
+		if err == nil || out != "" || !strings.Contains(err.Error(), "no usage journal in /nonexistent/usage") || !strings.Contains(err.Error(), "--usage-size") {
+			t.Errorf("%q: %v, and prints %q", args, err, out)
+		}
+	}
+}

@@ -51,7 +51,7 @@ type runFlags struct {
 }
 
 func (f *runFlags) register(fs *pflag.FlagSet) {
-	command.Kubeconfig(fs, &f.kubeconfig)
+	command.Kubeconfig(fs, &f.kubeconfig, "the pod's service account")
 	f.names.Register(fs)
 	f.doors = command.List{Values: []string{extenderDoor}, Of: []string{extenderDoor, kueueDoor, liqoDoor}}
 	fs.Var(&f.doors, "doors",

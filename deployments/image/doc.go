@@ -19,7 +19,12 @@
 //	image lock                     renews debian.lock by what the mirror has now
 //	image behind                   tells what the mirror has newer
 //	image release …                archives, chart, manifests, SBOMs, packages, notes, checksums
+//	image publish …                pushes a release to registries
+//
+// A release is published as it lies in its folder: the images of both architectures, and the chart as Helm
+// puts it into a registry. Nothing has a tag before all of it is there, and a tag that names
+// something else is left alone. Credentials are those of `docker login`.
 //
 // The programs themselves are built by the Makefile. It is a module of its own, since the
-// agent needs none of the libraries that it needs. It signs nothing and uploads nothing.
+// agent needs none of the libraries that it needs. It signs nothing.
 package main

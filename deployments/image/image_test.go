@@ -27,18 +27,24 @@ import (
 
 var long = flag.Bool("long", false, "make a release from two clones, one with an empty cache of Go, and start it on arm64")
 
+// cacheOf is where everything is that is built.
+func cacheOf(t *testing.T) string {
+	t.Helper()
+	if cache := os.Getenv("GPU_TESTS_CACHE"); cache != "" {
+		return cache
+	}
+	user, err := os.UserCacheDir()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(user, "gpu-agent")
+}
+
 // built is where `make image` has put programs and packages; a test that needs them is
 // skipped where it was not run.
 func built(t *testing.T) (r *release, cache string) {
 	t.Helper()
-	cache = os.Getenv("GPU_TESTS_CACHE")
-	if cache == "" {
-		user, err := os.UserCacheDir()
-		if err != nil {
-			t.Fatal(err)
-		}
-		cache = filepath.Join(user, "gpu-agent")
-	}
+	cache = cacheOf(t)
 	for _, file := range []string{"bin/gpu-agent", "bin/gpu-placer", "bin/nvidia-cdi-hook", "images/debian"} {
 		if _, err := os.Stat(filepath.Join(cache, file)); err != nil {
 			t.Skipf("`make image` makes what this looks at: %v", err)

@@ -28,6 +28,7 @@ lock      renew debian.lock
 behind    print the packages of debian.lock of which the mirror has newer ones
 check     say whether --version can be released
 release   write a release to --out
+publish   push the release in --from to its repositories
 
 `
 
@@ -70,8 +71,14 @@ func do(ctx context.Context, args []string) error {
 	if err := flags.Parse(args[1:]); err != nil {
 		return err
 	}
-	if q.cache == "" || flags.NArg() > 0 {
-		return errors.New("--cache is needed, and nothing but flags is taken")
+	if flags.NArg() > 0 {
+		return errors.New("nothing but flags is taken")
+	}
+	if args[0] == "publish" { // it takes files as they are
+		return q.publish(ctx)
+	}
+	if q.cache == "" {
+		return errors.New("--cache is needed")
 	}
 	if err := q.complete(); err != nil {
 		return err
@@ -83,7 +90,8 @@ func do(ctx context.Context, args []string) error {
 type request struct {
 	release                          release
 	cache, arch, name, kind, created string
-	newer                            bool
+	from, chart                      string
+	newer, force                     bool
 }
 
 func (q *request) register(flags *flag.FlagSet) {
@@ -101,6 +109,9 @@ func (q *request) register(flags *flag.FlagSet) {
 			return nil
 		})
 	}
+	flags.StringVar(&q.from, "from", "", "folder of a release")
+	flags.StringVar(&q.chart, "chart-repository", "", "name of the chart in a registry, without a tag")
+	flags.BoolVar(&q.force, "force", false, "publish over a version that names something else")
 	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
 	flags.StringVar(&q.created, "created", "", "the commit's date, as in RFC 3339")
@@ -170,6 +181,19 @@ func (q *request) do(ctx context.Context, command string) (err error) {
 		return r.make(ctx)
 	}
 	return fmt.Errorf("there is no command %q; `image -h` prints them", command)
+}
+
+// publish pushes a release to the repositories that the command line names.
+func (q *request) publish(ctx context.Context) error {
+	r := &q.release
+	if q.from == "" || q.chart == "" || len(r.repositories) < len(products) {
+		return errors.New("--from, --chart-repository and the repository of each image are needed")
+	}
+	p := publication{
+		dir: q.from, version: r.about.version, repositories: r.repositories, chart: q.chart,
+		force: q.force, out: os.Stdout, client: newClient(),
+	}
+	return p.run(ctx)
 }
 
 // showQEMU prints what runs arm64 programs, and where their libraries are.

@@ -35,10 +35,8 @@ type release struct {
 // check says why this cannot be released: the version, or what a later build of the commit
 // would not have.
 func (r *release) check(ctx context.Context) error {
-	v := r.about.version
-	if semver.Canonical(v) != v || v == "" {
-		return fmt.Errorf("release: VERSION=%s is no semantic version such as v0.1.0 or v0.1.0-rc.1; "+
-			"build metadata (+…) cannot stand in an image's tag", v)
+	if err := checkVersion(r.about.version); err != nil {
+		return fmt.Errorf("release: %w", err)
 	}
 	changes, err := run(ctx, r.checkout, "git", "status", "--porcelain")
 	if err != nil {
@@ -61,6 +59,15 @@ func (r *release) check(ctx context.Context) error {
 	if len(old) > 0 {
 		return fmt.Errorf("release: debian.lock is behind; renew it by `make lock`, run the tests, and commit it:\n%s",
 			strings.Join(old, "\n"))
+	}
+	return nil
+}
+
+// checkVersion fails if a version cannot be released.
+func checkVersion(v string) error {
+	if semver.Canonical(v) != v || v == "" {
+		return fmt.Errorf("VERSION=%s is no semantic version such as v0.1.0 or v0.1.0-rc.1; "+
+			"build metadata (+…) cannot stand in an image's tag", v)
 	}
 	return nil
 }
@@ -111,13 +118,37 @@ func (r *release) fill(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	chart := filepath.Join(dir, "gpu-agent-"+strings.TrimPrefix(r.about.version, "v")+".tgz")
 	packages := filepath.Join(dir, "debian")
-	err = errors.Join(text("NOTES.md", notes), r.chart(chart, digests), r.copyPackages(ctx, packages))
+	err = errors.Join(text("NOTES.md", notes), r.addChart(ctx, dir, digests), r.copyPackages(ctx, packages))
 	if err != nil {
 		return err
 	}
 	return checksums(dir)
+}
+
+// chartFile is the name of a version's packed chart.
+func chartFile(version string) string {
+	return chartName + "-" + strings.TrimPrefix(version, "v") + ".tgz"
+}
+
+// archiveFile is the name of the archive with a product's image.
+func archiveFile(of product, version string) string { return of.name + "-" + version + ".oci.tar" }
+
+// addChart writes the chart, and the digest that it has in a registry.
+func (r *release) addChart(ctx context.Context, dir string, digests map[string]string) error {
+	file := filepath.Join(dir, chartFile(r.about.version))
+	if err := r.chart(file, digests); err != nil {
+		return err
+	}
+	c, err := readChart(file)
+	if err != nil {
+		return err
+	}
+	root, err := c.pack(ctx)
+	if err != nil {
+		return err
+	}
+	return writeText(filepath.Join(dir, chartName+"-chart-digest"), root.Digest.String()+"\n")
 }
 
 // addImage writes a product's image and what it is made of, and returns its digest.
@@ -138,7 +169,7 @@ func (r *release) addImage(ctx context.Context, of product, dir string) (string,
 		return "", err
 	}
 	// By both names, since the manifests and the chart go by the digest.
-	file, at := filepath.Join(dir, of.name+"-"+v+".oci.tar"), r.repository(of)
+	file, at := filepath.Join(dir, archiveFile(of, v)), r.repository(of)
 	err = writeArchive(file, index, r.about.created, at+":"+v, at+"@"+digest.String())
 	return digest.String(), errors.Join(err, report(parts, of.name+" "+digest.String()))
 }
@@ -253,6 +284,9 @@ func (r *release) copyPackages(ctx context.Context, dir string) error {
 	return nil
 }
 
+// sumsFile has the sums of a release's other files.
+const sumsFile = "SHA256SUMS"
+
 // checksums writes SHA256SUMS, for `sha256sum --check`.
 func checksums(dir string) error {
 	var lines []string
@@ -275,5 +309,5 @@ func checksums(dir string) error {
 		return fmt.Errorf("sum up the files: %w", err)
 	}
 	slices.Sort(lines)
-	return writeText(filepath.Join(dir, "SHA256SUMS"), strings.Join(lines, ""))
+	return writeText(filepath.Join(dir, sumsFile), strings.Join(lines, ""))
 }

@@ -108,7 +108,7 @@ func TestReleaseIsWhole(t *testing.T) {
 		return string(data)
 	}
 	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("gpu-agent-digest"))
-	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "gpu-agent-digest",
+	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "gpu-agent-digest", "gpu-agent-chart-digest",
 		"gpu-placer-v0.1.0-rc.1.oci.tar", "gpu-placer-v0.1.0-rc.1.yaml", "gpu-placer-v0.1.0-rc.1-amd64.cdx.json", "gpu-placer-digest"} {
 		if !strings.Contains(sums, "  "+name+"\n") {
 			t.Errorf("SHA256SUMS lacks %s", name)

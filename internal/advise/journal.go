@@ -4,6 +4,7 @@ package advise
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -149,6 +150,9 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 		d.End = o.Until
 	}
 	if !d.End.After(d.Begin) {
+		if d.Begin.IsZero() && d.End.IsZero() {
+			return nil, errors.New("there is no demand: the journal and the trace have no record")
+		}
 		return nil, fmt.Errorf("there is no demand from %s to %s: "+
 			"the journal and the trace have no record of that time",
 			d.Begin.Format(time.RFC3339), d.End.Format(time.RFC3339))

@@ -98,6 +98,7 @@ type outside struct {
 	marked      []map[string]string // labels, over time
 	annotations map[string]string
 	events      []string
+	states      map[string]string  // the reason of the last State of each subject
 	offered     []agentkube.Device // by DRA drivers
 	offeredErr  error
 	offeredAsks int
@@ -391,6 +392,16 @@ func (o *outside) Event(r workload.Pod, kind agentkube.EventType, reason, messag
 	o.with(func() {
 		o.events = append(o.events, strings.TrimSpace(r.Name+" "+string(kind)+" "+reason+": "+message))
 	})
+}
+
+func (o *outside) State(subject string, kind agentkube.EventType, reason, message string) {
+	o.with(func() {
+		if o.states == nil {
+			o.states = map[string]string{}
+		}
+		o.states[subject] = reason
+	})
+	o.Event(workload.Pod{}, kind, reason, message)
 }
 
 func (o *outside) Set(want map[string]plugin.Source) error {
@@ -719,6 +730,9 @@ func TestBadFileChangesNothing(t *testing.T) {
 		b.want("invalid", fourUnits, "")
 		b.SetFile("p.yaml", []byte(allShared))
 		b.want("applied", fourUnits, "")
+		if got := b.states["partition"]; got != "GPUPartitionApplied" || len(b.states) != 1 {
+			t.Errorf("the states that Events tell are %v", b.states)
+		}
 	})
 }
 
@@ -822,6 +836,11 @@ func TestLostGPU(t *testing.T) {
 		}
 		if events := strings.Join(b.events, "\n"); !strings.Contains(events, "Normal GPURecovered: GPU 1") {
 			t.Errorf("events:\n%s", events)
+		}
+		for subject, reason := range b.states { // each fault's last Event tells that it is over
+			if reason != "GPURecovered" && reason != "GPUPartitionApplied" {
+				t.Errorf("the last Event about %s is %s", subject, reason)
+			}
 		}
 
 		b.with(func() { b.err = fmt.Errorf("init: %w", gpu.ErrNoDriver) })

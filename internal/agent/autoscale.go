@@ -7,6 +7,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -14,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 // usable has the facts that decide whether pods that ask for GPUs can be sent to the node.
@@ -50,6 +52,9 @@ func delivered(plugins Plugins, c remarks) bool {
 // cordoned or being changed is ready. So is one whose GPUs are all off or another owner's: no pod
 // that asks for this agent's devices would come, and a taint would keep the others away.
 //
+// The message counts the GPUs that are offered, and gives the reason for each of the others. The reason of a node
+// that is ready and offers no GPU is that of its first one.
+//
 // known is false while this process starts, for up to silentFor. Then the condition of the last
 // process stays, or a taint would come and go with every update of the agent.
 func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.Condition, known bool) {
@@ -57,22 +62,31 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 	say := func(why status.Reason, format string, args ...any) {
 		c.Reason, c.Message = string(why), fmt.Sprintf(format, args...)
 	}
-	well, given := 0, 0
+	well, given, offered := 0, 0, 0
 	var none []string
 	var lacks status.Reason // why a GPU that is to have something has nothing
+	var first status.Reason // why the first healthy GPU that is not offered is not
 	for i := range snap.hardware.Inventory.GPUs {
 		d := &snap.hardware.Inventory.GPUs[i]
+		now := snap.notOffered(d)
+		if now == (status.Cause{}) {
+			offered++
+		} else {
+			text := now.Message
+			if !strings.HasPrefix(text, d.Name()) {
+				text = fmt.Sprintf("GPU %d: %s", d.Index, text)
+			}
+			none = append(none, text)
+		}
 		if snap.sick(d.UUID) {
 			continue
 		}
 		well++
+		first = cmp.Or(first, now.Reason)
 		why := snap.offersNothing(d.UUID)
 		if why == (status.Cause{}) || snap.changes(d.UUID) {
 			given++
-			continue
-		}
-		none = append(none, fmt.Sprintf("GPU %d: %s", d.Index, why.Message))
-		if why.Reason != status.NotOffered && why.Reason != status.OtherOwner {
+		} else if why.Reason != status.NotOffered && why.Reason != status.OtherOwner {
 			lacks = cmp.Or(lacks, why.Reason)
 		}
 	}
@@ -90,11 +104,14 @@ func readyCondition(domain string, snap *Snapshot, now time.Time) (c agentkube.C
 	case well == 0:
 		say(status.GPUUnhealthy, "all %d GPUs are unhealthy", all)
 	case given == 0 && lacks != "":
-		say(lacks, "none of %d GPUs can be given out; %s", all, brief.List(none, mostNamed))
+		say(lacks, "none of %d GPUs is offered; %s", all, brief.List(none, mostNamed))
 	default:
 		c.Status = agentkube.True
-		say(status.Offered, "%s",
-			sentences(fmt.Sprintf("%d of %d GPUs can be given out", given, all), brief.List(none, mostNamed)))
+		why := status.Offered
+		if offered == 0 {
+			why = first
+		}
+		say(why, "%s", sentences(fmt.Sprintf("offered: %d of %d GPUs", offered, all), brief.List(none, mostNamed)))
 	}
 	return c, true
 }
@@ -124,6 +141,49 @@ func (s *Snapshot) offersNothing(u gpu.UUID) (none status.Cause) {
 	default:
 		return status.Why(status.NotOffered, "the node's partition does not offer it")
 	}
+}
+
+// notOffered returns why new pods can get nothing of a GPU now, even if it had no holders; zero if they
+// can get something.
+func (s *Snapshot) notOffered(d *gpu.Device) status.Cause {
+	for _, v := range s.hardware.Verdicts {
+		if v.GPU == d.UUID && v.GI < 0 {
+			return status.Why(status.GPUUnhealthy, "%s", v.Reason)
+		}
+	}
+	if d.Gone {
+		return status.Why(status.GPUUnhealthy, "the driver no longer has it")
+	}
+	if why := s.offersNothing(d.UUID); why != (status.Cause{}) {
+		return why
+	}
+	if s.cordoned(d.UUID) {
+		return status.Why(status.GPUCordoned, "an operator keeps new pods off the GPU")
+	}
+	layout := s.shape.Layouts[d.UUID]
+	withdrawn := s.shape.Drained[d.UUID]
+	if layout.InMIG() && !layout.Dynamic { // those placements stay that the change keeps
+		withdrawn = !slices.ContainsFunc(layout.Placements, func(p mig.Placement) bool {
+			return s.shape.Leaving[d.UUID][p] == (status.Cause{}) &&
+				s.shape.Failing[mig.Place{GPU: d.UUID, Placement: p}] == (status.Cause{})
+		})
+	}
+	if !withdrawn {
+		return status.Cause{}
+	}
+	for _, c := range s.Conditions {
+		if c.Subject == string(d.UUID) && (c.Type == status.Blocked || c.Type == status.Pending) {
+			return c.Cause
+		}
+	}
+	return status.Why(status.GPUChange, "what it has is withdrawn")
+}
+
+// cordoned reports whether an operator keeps new pods off a GPU.
+func (s *Snapshot) cordoned(u gpu.UUID) bool {
+	return slices.ContainsFunc(s.Conditions, func(c status.Condition) bool {
+		return c.Reason == status.GPUCordoned && c.Subject == string(u)
+	})
 }
 
 // changes reports whether a GPU is being changed now, or waits only for the kubelet's lists. In

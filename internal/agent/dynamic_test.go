@@ -64,7 +64,8 @@ func TestDynamic(t *testing.T) {
 				t.Errorf("for %s of %s: %q, want %q", name, device, did, want)
 			}
 			synctest.Wait()
-			if g := b.Status().GPUs[0]; g.Mode != "dynamic" || g.API != "dra" || len(g.Holders) == 0 || g.Total != 4 || g.Used != used || g.Free != 4-used {
+			if g := b.Status().GPUs[0]; g.Mode != "dynamic" || g.API != "dra" || len(g.Holders) == 0 || g.Total != 4 || g.Used != used || g.Free != 4-used ||
+				g.DeviceClass != "gpu-memory.example.com" || g.Resource != "" || g.Holders[0].Kind == "" {
 				t.Errorf("status says %+v", g)
 			}
 			return func() {

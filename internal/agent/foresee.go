@@ -187,6 +187,7 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 	if err != nil {
 		why := status.CauseOf(err, status.PartitionUnfit)
 		out.State, out.Reason, out.Message, out.Mistakes = string(Invalid), why.Reason, why.Message, mistakes(err)
+		out.Elsewhere = file.Elsewhere(name, in.Inventory)
 		return out
 	}
 	out.Open = mistakes(file.Prove(want, in.Inventory))
@@ -315,18 +316,20 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	front.SetFaults(faultsIn(end.hardware.Verdicts, end.hardware.Inventory))
 	end.Conditions = slices.Concat(end.Conditions, end.leaves(),
 		f.snap.basis.cordons.conditions(f.domain, then.Inventory))
-	at := newScene(end, f.names, f.snap.basis.on.Unit, front.Offer(), f.allocations)
-	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names)
+	at := newScene(end, f.names, f.domain, f.snap.basis.on.Unit, front.Offer(), f.allocations)
+	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names, f.domain)
 }
 
-// offersOf returns what pods can ask for of a node, through either front-end.
-func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffer {
+// offersOf returns what pods can ask for of a node, through either front-end. Memory by claims has no
+// resource, and has the name of its DeviceClass in domain.
+func offersOf(n *gpunode.Status, names *deviceplugin.Names, domain string) []status.PlannedOffer {
 	type key struct{ resource, api string }
 	sum := map[key]status.PlannedOffer{}
+	unit := map[string]int{}
 	add := func(resource, api string, total, free, largest int, onOne bool) {
 		k := key{resource, api}
 		o := sum[k]
-		o.Resource, o.API, o.Total, o.Free = resource, api, o.Total+total, o.Free+free
+		o.Resource, o.API, o.UnitMiB, o.Total, o.Free = resource, api, unit[resource], o.Total+total, o.Free+free
 		if onOne { // a request must fit on one GPU
 			o.Largest = max(o.Largest, largest)
 		} else {
@@ -354,7 +357,12 @@ func offersOf(n *gpunode.Status, names *deviceplugin.Names) []status.PlannedOffe
 			}
 		}
 		if k := g.Kind.Counted(); g.Total > 0 {
-			add(names.Of(k, mig.Name{}), g.API, g.Total, g.Free, g.Largest, k.Together())
+			name := names.Of(k, mig.Name{})
+			if k.Class() != k.Short() {
+				name = k.Class() + "." + domain
+				unit[name] = n.MemoryUnitMiB
+			}
+			add(name, g.API, g.Total, g.Free, g.Largest, k.Together())
 		}
 		if g.MIG == nil {
 			continue

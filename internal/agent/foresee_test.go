@@ -186,7 +186,7 @@ func (f *foreseen) now(wanted []string) (out status.Plan) {
 		}
 		out.GPUs = append(out.GPUs, g)
 	}
-	out.Offers = offersOf(f.GPUNode(gpunode.InPods), names)
+	out.Offers = offersOf(f.GPUNode(gpunode.InPods), names, "example.com")
 	return out
 }
 
@@ -420,7 +420,8 @@ func TestPlanOfALiveNode(t *testing.T) {
 				t.Errorf("before the node was heard of: %+v", p)
 			}
 			b.node(nil, false)
-			if p := b.ask(two); p.Partition != "" || p.State != "pending" || p.Reason != status.PartitionUnset {
+			if p := b.ask(two); p.Partition != "" || p.State != "pending" || p.Reason != status.PartitionUnset ||
+				!strings.Contains(p.Message, "no label example.com/gpu.partition,") || !strings.Contains(p.Message, "one of the file's partitions: day, night") {
 				t.Errorf("without a label: %+v", p)
 			}
 			b.node(map[string]string{"example.com/" + PartitionLabel: "night"}, false)

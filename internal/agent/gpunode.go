@@ -33,7 +33,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		g, d := &s.GPUs[i], at.snap.hardware.Inventory.ByUUID(gpu.UUID(s.GPUs[i].UUID))
 		layout := at.snap.shape.Layouts[d.UUID]
 		to := gpunode.GPU{UUID: g.UUID, Index: g.Index, Model: g.Model, MemoryMiB: int(g.MemoryMiB), Mode: string(g.Mode),
-			Resource: g.Resource, Cordoned: at.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
+			Resource: g.Resource, Cordoned: at.snap.cordoned(d.UUID), Conditions: at.gpuConditions(g, layout)}
 		if layout.Offers {
 			to.API, to.Kind = string(cmp.Or(layout.API, ledger.DevicePlugin)), layout.Kind
 			switch {
@@ -126,7 +126,7 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 	switch none := at.snap.offersNothing(u); {
 	case none != (status.Cause{}):
 		return none
-	case at.cordoned(u):
+	case at.snap.cordoned(u):
 		return status.Why(status.GPUCordoned, "an operator keeps new pods off the GPU")
 	case g.Resource == "":
 		return status.Cause{}

@@ -130,10 +130,10 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 			if _, err := b.dra.prepare(b.t.Context(), claim); err != nil {
 				b.t.Fatal(err)
 			}
-		}, want: []string{"0 shared dra units by api used [] free 1/4 largest 1", "1 shared dra units by api used [] free 4/4 largest 4", "2 shared | gpu-mem 5/8 | gpu-mem 4 | 37%"}},
+		}, want: []string{"0 shared dra units by api used [] free 1/4 largest 1", "1 shared dra units by api used [] free 4/4 largest 4", "2 shared | gpu-memory 5Gi/8Gi | gpu-memory 4Gi | 37%"}},
 		"dynamic": {file: throughDRA("mode: dynamic"), mig: true, dra: true, want: []string{
 			`0 dynamic dra placement by api used [] free 4/4 largest 4 ` + emptyA100 + ` used [] blocked [] warm [] largest "7g.80gb"`,
-			`1 dynamic dra placement by api used [] free 4/4 largest 4 ` + emptyA100 + ` used [] blocked [] warm [] largest "7g.80gb"`, "2 dynamic | gpu-mem 8/8 | gpu-mem 4 | 0%"}},
+			`1 dynamic dra placement by api used [] free 4/4 largest 4 ` + emptyA100 + ` used [] blocked [] warm [] largest "7g.80gb"`, "2 dynamic | gpu-memory 8Gi/8Gi | gpu-memory 4Gi | 0%"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

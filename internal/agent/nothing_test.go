@@ -4,6 +4,7 @@ package agent
 
 import (
 	"bytes"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -46,18 +48,18 @@ func TestNothingToOfferIsTold(t *testing.T) {
 		{"a unit that is larger than the GPUs", two, func(o *outside) { o.unit = 16 * 1024 }, allShared, "invalid", "False PartitionUnfit: ", "it would offer no unit of memory"},
 		{"no placement in MIG mode", func() *outside { return migMachine(2) }, untold, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig}\n", "invalid", "False PartitionUnfit: ", "would offer nothing"},
 		{"all switched off", two, nil, strings.ReplaceAll(allShared, "shared", "off"), "applied",
-			"True Offered: 0 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
+			"True NotOffered: offered: 0 of 2 GPUs; GPU 0: the node's partition does not offer it", ""},
 		{"MIG without an instance", func() *outside { return migMachine(2, 0, 1) }, nil, "version: v1\npartitions:\n  default:\n    - {devices: all, mode: mig, geometry: {}}\n", "applied",
-			"True Offered: 0 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
+			"True NotOffered: offered: 0 of 2 GPUs; GPU 0: the node's partition does not offer it", ""},
 		{"no partition for this node", two, nil, strings.ReplaceAll(allShared, "default", "other"), "pending", "False PartitionUnset: none of 2 GPUs", ""},
 		{"all somebody else's", two, func(o *outside) {
 			o.allocatable = map[string][]string{"nvidia.com/gpu": {string(uuid(0)), string(uuid(1))}}
 		}, allWhole, "failed",
-			"True Offered: 0 of 2 GPUs can be given out; GPU 0: ", "another device plugin"},
+			"True OtherOwner: offered: 0 of 2 GPUs; GPU 0 (", "another device plugin"},
 		{"one is off, and the other is too small", two, func(o *outside) { o.inv.GPUs[1].Memory, o.unit = 900, 1024 }, "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: off}\n    - {devices: [1], mode: shared}\n", "invalid",
 			"False PartitionUnfit: ", "it would offer no unit of memory"},
 		{"one is switched off", two, nil, "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: off}\n    - {devices: [1], mode: whole}\n", "applied",
-			"True Offered: 1 of 2 GPUs can be given out; GPU 0: the node's partition does not offer it", ""},
+			"True Offered: offered: 1 of 2 GPUs; GPU 0: the node's partition does not offer it", ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -89,6 +91,56 @@ func TestNothingToOfferIsTold(t *testing.T) {
 	}
 }
 
+// GPUReady counts the GPUs that pods can get something of. A healthy GPU that is cordoned, or withdrawn
+// while its change waits for a pod, is none; one that is full is.
+func TestReadyCountsWhatIsOffered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		want := func(when, want string) {
+			t.Helper()
+			time.Sleep(2 * time.Second)
+			synctest.Wait()
+			if got := b.ready(); !strings.HasPrefix(got, want) {
+				t.Errorf("%s: GPUReady is %s, want %s", when, got, want)
+			}
+			word := strings.Join(strings.Fields(strings.ReplaceAll(want, ":", " "))[:2], " ")
+			b.with(func() {
+				if last := b.readies[len(b.readies)-1]; last != word {
+					t.Errorf("%s: the Node has GPUReady %s, want %s", when, last, word)
+				}
+			})
+		}
+		cordon := func(which string) {
+			b.SetNode(agentkube.Node{Annotations: map[string]string{"example.com/gpu.cordon": which}})
+		}
+		b.want("applied", fourUnits, "")
+		want("all is well", "True Offered: offered: 2 of 2 GPUs")
+		for i := range 4 {
+			b.hold(fmt.Sprint("train-", i), memResource, fmt.Sprint(uuid(0), "::", i))
+		}
+		time.Sleep(holdersEvery)
+		want("one is full", "True Offered: offered: 2 of 2 GPUs")
+		cordon("1")
+		want("one is cordoned", "True Offered: offered: 1 of 2 GPUs; GPU 1: an operator")
+		cordon("all")
+		want("both are", "True GPUCordoned: offered: 0 of 2 GPUs; GPU 0: an operator")
+		cordon("")
+		want("none is", "True Offered: offered: 2 of 2 GPUs")
+		b.SetFile("p.yaml", []byte(allWhole))
+		want("one waits for pods", "True Offered: offered: 1 of 2 GPUs; GPU 0 (")
+		if got := b.ready(); !strings.Contains(got, "train-0") {
+			t.Errorf("GPUReady is %s, want one that names a pod that GPU 0 waits for", got)
+		}
+		b.with(func() { b.outside.inv.GPUs[1].Fault, b.outside.inv.GPUs[1].Lost = "GPU is lost", true })
+		b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(1), Xid: 79, GI: -1, CI: -1}
+		want("the other is lost", "True HeldByPods: offered: 0 of 2 GPUs; GPU 0 (")
+		if got := b.ready(); !strings.Contains(got, ", GPU 1: Xid 79") {
+			t.Errorf("GPUReady is %s, want one that tells why GPU 1 is not offered", got)
+		}
+	})
+}
+
 // While GPUs are laid out anew the node stays ready: what they are to offer comes by itself.
 func TestNodeStaysReadyWhileItsGPUsChange(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -103,7 +155,7 @@ func TestNodeStaysReadyWhileItsGPUsChange(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		b.wantState("applied")
-		b.wantReadies("the GPU was changed", "True Offered")
+		b.wantReadies("the GPU was changed", "True Offered", "True GPUChange", "True Offered")
 	})
 }
 

@@ -99,11 +99,13 @@ type shape struct {
 	Others map[gpu.UUID]string
 	// Work is what is being done to GPUs' hardware, in words. Made are the agent's own MIG
 	// instances. Leaving are MIG devices that go with their holders, and Failing those that could
-	// not be made, both with the reason.
+	// not be made, both with the reason. Drained are the GPUs that offer nothing while their change
+	// waits for holders, apart from MIG devices that are not Leaving.
 	Work    map[gpu.UUID]string
 	Made    map[gpu.UUID]map[mig.Placement]bool
 	Leaving map[gpu.UUID]map[mig.Placement]status.Cause
 	Failing map[mig.Place]status.Cause
+	Drained map[gpu.UUID]bool
 }
 
 // asked is what the partitions ask for.
@@ -200,6 +202,9 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 		s.hardware.Inventory != old.hardware.Inventory || s.asked.Generation != old.asked.Generation ||
 		s.Heard != old.Heard || !sameFindings(s.found, old.found) || s.hardware.Hangs != old.hardware.Hangs ||
 		!slices.Equal(s.hardware.Verdicts, old.hardware.Verdicts)
+	ready, _ := readyCondition("", s, now)
+	was, _ := readyCondition("", old, now)
+	changed = changed || ready != was
 	r.snapshot.Store(s)
 	r.logHealth(old.hardware.Verdicts, s.hardware.Verdicts)
 	if *o != old.Outcome {

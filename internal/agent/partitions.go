@@ -3,11 +3,14 @@
 package agent
 
 import (
+	"cmp"
+	"fmt"
 	"maps"
 	"slices"
 	"sync"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/status"
@@ -122,7 +125,7 @@ func (m *mailbox) choice(f *config.File) (name string, unset status.Cause) {
 	if !in.labelKnown {
 		return "", status.Why(status.NodeUnknown, "the node's labels are not known yet")
 	}
-	return in.choice(f)
+	return in.choice(f, m.domain)
 }
 
 // setFile is Agent.SetFile.
@@ -193,7 +196,7 @@ func (p *partitions) resolve(in *input, inv *gpu.Inventory, answered bool) (note
 	if !in.labelKnown {
 		return status.Why(status.NodeUnknown, "waiting for the node's labels"), nil
 	}
-	name, unset := in.choice(in.file)
+	name, unset := in.choice(in.file, p.domain)
 	if unset != (status.Cause{}) {
 		p.judged = true
 		return unset, in.fileErr
@@ -227,15 +230,24 @@ func (p *partitions) asked() asked {
 }
 
 // choice returns the partition of a file that the node follows, or why there is none.
-func (in *input) choice(f *config.File) (name string, unset status.Cause) {
-	if name = in.chosen; name == "" {
-		if name = DefaultPartition; !slices.Contains(f.Names(), name) {
-			unset = status.Why(status.PartitionUnset,
-				"the node has no partition label and the file no partition %q: nothing changes", name)
-		}
+func (in *input) choice(f *config.File, domain string) (name string, unset status.Cause) {
+	name = cmp.Or(in.chosen, DefaultPartition)
+	if in.chosen != "" || slices.Contains(f.Names(), name) {
+		return name, unset
+	}
+	unset = status.Why(status.PartitionUnset, "the node has no label %s/%s, and the file no partition %q: "+
+		"nothing changes; set the label to one of the file's partitions: %s",
+		domain, PartitionLabel, name, brief.List(f.Names(), mostPartitions))
+	if in.migManager != "" && in.migManager != migManagerIdle {
+		unset.Message += fmt.Sprintf(" (the node's label %s=%s is for NVIDIA's MIG manager, and chooses none here)",
+			migManagerLabel, in.migManager)
 	}
 	return name, unset
 }
+
+// mostPartitions is the number of partitions that a message names. The file of NVIDIA's MIG manager
+// has some 60.
+const mostPartitions = 20
 
 // DefaultPartition is the partition of a node without a label.
 const DefaultPartition = "default"

@@ -222,7 +222,7 @@ func (h *announcer) tellOutcome(c Cluster, o Outcome) {
 			message = "partition " + o.Partition + " is applied"
 		}
 	}
-	c.Event(workload.Pod{}, kind, string(reasons[o.State]), message)
+	c.State("partition", kind, string(reasons[o.State]), message)
 }
 
 // tellHealth sends Events about changes in the GPUs' health: to the node, and for new faults also
@@ -231,7 +231,7 @@ func (h *announcer) tellHealth(c Cluster, snap *Snapshot, before []health.Verdic
 	news, over := healthNews(before, snap.hardware.Verdicts)
 	for _, g := range together(snap.hardware.Inventory, news) {
 		message := g.names + " unhealthy: " + g.reason
-		c.Event(workload.Pod{}, agentkube.Warning, string(status.GPUUnhealthy), message)
+		c.State(g.names+" "+string(g.class), agentkube.Warning, string(status.GPUUnhealthy), message)
 		var told []workload.Pod
 		for _, u := range g.gpus {
 			for _, pod := range podsOn(h.allocations(), u) {
@@ -243,7 +243,7 @@ func (h *announcer) tellHealth(c Cluster, snap *Snapshot, before []health.Verdic
 		}
 	}
 	for _, g := range together(snap.hardware.Inventory, over) {
-		c.Event(workload.Pod{}, agentkube.Normal, string(status.GPURecovered),
+		c.State(g.names+" "+string(g.class), agentkube.Normal, string(status.GPURecovered),
 			g.names+" healthy again; it was: "+g.reason)
 	}
 }
@@ -260,22 +260,23 @@ func healthNews(before, now []health.Verdict) (news, over []health.Verdict) {
 	return less(now, before), less(before, now)
 }
 
-// group is a set of GPUs with the same fault.
+// group is a set of GPUs with the same fault. The reason's text may change while the fault stays.
 type group struct {
 	// names is "GPU 3 (GPU-…) is", or "GPUs 0, 1, 2 are".
 	names, reason string
+	class         health.Class
 	gpus          []gpu.UUID
 }
 
-// together groups verdicts by their reason. So a driver that is gone is reported once, and not for
+// together groups verdicts by their class and reason. So a driver that is gone is reported once, and not for
 // each GPU.
 func together(inv *gpu.Inventory, verdicts []health.Verdict) []group {
 	var out []group
 	for _, v := range verdicts {
-		i := slices.IndexFunc(out, func(g group) bool { return g.reason == v.Reason })
+		i := slices.IndexFunc(out, func(g group) bool { return g.reason == v.Reason && g.class == v.Class })
 		if i < 0 {
 			i = len(out)
-			out = append(out, group{reason: v.Reason})
+			out = append(out, group{reason: v.Reason, class: v.Class})
 		}
 		if !slices.Contains(out[i].gpus, v.GPU) {
 			out[i].gpus = append(out[i].gpus, v.GPU)

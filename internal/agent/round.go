@@ -306,6 +306,14 @@ func (l *loop) finish(p *pass) error {
 		shape: shape{Layouts: l.layouts.now, Others: l.others.theirs(), Work: l.executor.now(), Made: l.executor.made(),
 			Failing: l.executor.failingPlacements(time.Now())},
 		Outcome: Outcome{Partition: l.partitions.chosen}, Unknown: l.offering.served.unknown}
+	for _, b := range p.changes.Blocked {
+		if p.changes.Drains(b.GPU, l.offering.drain) {
+			if s.shape.Drained == nil {
+				s.shape.Drained = map[gpu.UUID]bool{}
+			}
+			s.shape.Drained[b.GPU] = true
+		}
+	}
 	if l.reader.inv == nil {
 		s.hardware.Inventory = l.reporter.last().hardware.Inventory // an empty one
 	}

@@ -28,6 +28,7 @@ import (
 type scene struct {
 	snap        *Snapshot
 	names       *deviceplugin.Names
+	domain      string
 	unit        gpu.MiB // the size of a memory unit in new layouts
 	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
@@ -62,15 +63,15 @@ type display struct {
 
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
 func (y *display) scene() *scene {
-	at := newScene(y.latest(), y.names, y.unit, y.front.Offer(), y.ledger.Allocations())
+	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
 	at.over = y.front.Over
 	return at
 }
 
-func newScene(s *Snapshot, names *deviceplugin.Names, unit gpu.MiB, offer *deviceplugin.Offer,
+func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.MiB, offer *deviceplugin.Offer,
 	allocations []ledger.Allocation) *scene {
-	at := &scene{s, names, unit, offer, allocations, map[string]map[string]bool{}, map[string]*ledger.Allocation{},
-		func(string) bool { return false }}
+	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{},
+		map[string]*ledger.Allocation{}, func(string) bool { return false }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -153,6 +154,9 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	switch {
 	case layout.Through(ledger.DRA):
 		g.API = string(ledger.DRA)
+		if counted := layout.Kind.Counted(); layout.Counts() {
+			g.DeviceClass = counted.Class() + "." + at.domain
+		}
 	case layout.Offers && !layout.Kind.InMIG():
 		g.Resource = at.names.Of(layout.Kind, mig.Name{})
 	}
@@ -189,6 +193,9 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given,
 				Waits: c.After, Over: at.over(c.ID),
+			}
+			if c.Owner == ledger.DRA {
+				h.Kind = string(c.Kind())
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())
@@ -282,16 +289,9 @@ func (at *scene) countClaims(g *status.GPU, layout plan.Layout) {
 		}
 	}
 	g.Used = min(g.Used, g.Total)
-	if g.Free = g.Total - g.Used; g.Health != status.Healthy || at.cordoned(gpu.UUID(g.UUID)) {
+	if g.Free = g.Total - g.Used; g.Health != status.Healthy || at.snap.cordoned(gpu.UUID(g.UUID)) {
 		g.Unhealthy, g.Free = g.Free, 0
 	}
-}
-
-// cordoned reports whether an operator keeps new pods off a GPU.
-func (at *scene) cordoned(u gpu.UUID) bool {
-	return slices.ContainsFunc(at.snap.Conditions, func(c status.Condition) bool {
-		return c.Reason == status.GPUCordoned && c.Subject == string(u)
-	})
 }
 
 // forClaims returns the MIG devices that a GPU offers through DRA, in the form of the device
@@ -303,7 +303,7 @@ func (at *scene) forClaims(u gpu.UUID) (out []deviceplugin.Device) {
 		return nil
 	}
 	for _, p := range layout.Placements {
-		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.cordoned(u)}
+		dev := deviceplugin.Device{ID: mig.ID(u, p), GPU: u, Placement: p, Healthy: !at.snap.cordoned(u)}
 		for i := range at.allocations {
 			for _, g := range at.allocations[i].Grants {
 				on := piece.At(g.Piece)
@@ -345,7 +345,9 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 				continue // only still listed
 			}
 			placements[dev.ID] = s
-			s.Resource, s.Reason = resource, dev.Reason
+			if s.Resource, s.Reason = resource, dev.Reason; resource == "" {
+				s.DeviceClass = dev.Placement.Profile.Resource() + "." + at.domain
+			}
 			if c := at.holders[dev.ID]; c != nil {
 				s.Namespace, s.Pod, s.Container = c.Holder.Namespace, c.Holder.Name, c.Holder.Container
 				s.Reason = cmp.Or(s.Reason, c.Cause.Message)

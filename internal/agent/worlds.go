@@ -191,6 +191,9 @@ type Cluster interface {
 	// Devices returns the devices of these DRA drivers, from their ResourceSlices.
 	Devices(ctx context.Context, drivers ...string) ([]agentkube.Device, error)
 	Event(regarding workload.Pod, kind agentkube.EventType, reason, message string)
+	// State sends an Event that tells the present state of a subject of the node. The last Event of
+	// a subject is always its present state.
+	State(subject string, kind agentkube.EventType, reason, message string)
 }
 
 // Observer counts what happens; it must not block. internal/obs/agentobs implements it.

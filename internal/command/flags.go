@@ -43,10 +43,10 @@ func (d *Domains) Complete() error {
 	return nil
 }
 
-// Kubeconfig adds --kubeconfig.
-func Kubeconfig(fs *pflag.FlagSet, file *string) {
+// Kubeconfig adds --kubeconfig. otherwise is what counts without it, in words.
+func Kubeconfig(fs *pflag.FlagSet, file *string, otherwise string) {
 	fs.StringVar(file, "kubeconfig", "",
-		"`file` with the API server's address and credentials (default: the pod's service account)")
+		"`file` with the API server's address and credentials (default: "+otherwise+")")
 }
 
 // Log are the flags of a program that writes a log. Call Register on a zero value.

@@ -215,8 +215,8 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 	}
 
 	if len(unmatched) > 0 {
-		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU",
-			quote(p.name), gpus(unmatched))
+		m.add(p.line, "partition %s has no entry for %s of this node: exactly one must match each GPU%s",
+			quote(p.name), gpus(unmatched), p.strangeModels(inv))
 	}
 	cannot.tell(m)
 	names.check(m)
@@ -234,6 +234,46 @@ func (f *File) find(name string) *partition {
 		}
 	}
 	return nil
+}
+
+// Elsewhere reports whether a partition is for other nodes than one with inv: each of its entries names a
+// model, and no GPU of inv is of any of them. A file for a fleet has such partitions, and Desire refuses
+// them on this node.
+func (f *File) Elsewhere(partition string, inv *gpu.Inventory) bool {
+	p := f.find(partition)
+	if p == nil || len(p.entries) == 0 {
+		return false
+	}
+	for i := range p.entries {
+		of := &p.entries[i].devices
+		if of.model == "" || slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return of.matches(&d) }) {
+			return false
+		}
+	}
+	return true
+}
+
+// strangeModels names the model patterns that match none of inv, with the models that are there; empty if
+// there are no such patterns. A GPU without an entry is most often meant by one of them.
+func (p *partition) strangeModels(inv *gpu.Inventory) string {
+	var strange, there []string
+	for i := range p.entries {
+		e := &p.entries[i]
+		if e.devices.model != "" &&
+			!slices.ContainsFunc(inv.GPUs, func(d gpu.Device) bool { return e.devices.matches(&d) }) {
+			strange = append(strange, fmt.Sprintf("%s on line %d", quote(e.devices.model), e.line))
+		}
+	}
+	if len(strange) == 0 {
+		return ""
+	}
+	for i := range inv.GPUs {
+		if name := quote(inv.GPUs[i].Model); !slices.Contains(there, name) {
+			there = append(there, name)
+		}
+	}
+	return fmt.Sprintf("; the models of this node are %s, and no GPU matches the model %s",
+		list(there, "and"), list(strange, "or"))
 }
 
 // checkPresent refuses each index and UUID that the node lacks.

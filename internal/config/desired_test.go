@@ -120,7 +120,12 @@ func TestDesireRefuses(t *testing.T) {
 		{"a UUID that is not there", "default", head + "    - {devices: [GPU-0, GPU-1, GPU-dead], mode: whole}\n", node("x", "x"), []string{
 			"f:4: this node has no GPU GPU-dead: it has GPU-0 and GPU-1"}},
 		{"a model that is not there alone", "default", head + "    - {devices: {model: NVIDIA B200}, mode: whole}\n", node("NVIDIA A30"), []string{
-			"f:3: partition \"default\" has no entry for GPU 0 of this node: exactly one must match each GPU"}},
+			`f:3: partition "default" has no entry for GPU 0 of this node: exactly one must match each GPU; ` +
+				`the models of this node are "NVIDIA A30", and no GPU matches the model "NVIDIA B200" on line 4`}},
+		{"models of which some are there", "default", head + "    - {devices: {model: NVIDIA A30}, mode: whole}\n    - {devices: {model: NVIDIA H1?0}, mode: off}\n    - {devices: {model: A100*}, mode: off}\n",
+			node("NVIDIA A30", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"), []string{
+				`f:3: partition "default" has no entry for GPUs 1-3 of this node: exactly one must match each GPU; ` +
+					`the models of this node are "NVIDIA A30", "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-80GB", and no GPU matches the model "NVIDIA H1?0" on line 5 or "A100*" on line 6`}},
 		{"MIG where there is none", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
 			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
 		{"MPS", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", node("x"), []string{

@@ -46,7 +46,7 @@ func (p *parser) file(f *File, root *yaml.Node) {
 	)
 	if isManifest(root) {
 		p.at(root,
-			"this is a Kubernetes manifest: a partition file is the content of its data's key config.yaml")
+			"this is a Kubernetes manifest: a partition file is the content of its data's key "+ManifestKey)
 		return
 	}
 	keys, ok := p.fields(root, "a partition file", version, ours, theirs)

@@ -79,7 +79,10 @@ func (a *Autoscaler) templates() ([]template, error) {
 				"choose the nodes of one pool with --selector", out[i].example, n.Name, instance))
 		}
 	}
-	if len(out) == 0 && errs == nil {
+	if len(a.Nodes) == 0 {
+		errs = append(errs, errors.New("no node has a GPUNode: does the agent run there? "+
+			"Otherwise name recorded inventories as TYPE=FILE"))
+	} else if len(out) == 0 && errs == nil {
 		errs = append(errs, fmt.Errorf("no node has the label %s (not %s): name recorded inventories as TYPE=FILE",
 			InstanceType, names(lack)))
 	}

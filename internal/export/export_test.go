@@ -190,6 +190,7 @@ func TestRefused(t *testing.T) {
 		"no labels":               {quotas(unlabelled), nil, []string{"no label example.com/gpu.site", "kubectl label node", "no label example.com/gpu.model"}},
 		"no nodes":                {quotas(), nil, []string{"no node offers a GPU"}},
 		"all off":                 {quotas(a("gone")), nil, []string{"no node offers a GPU"}},
+		"all somebody else's":     {quotas(taken(a("whole"))), nil, []string{"no node offers a GPU"}},
 		"a cloud of two kinds":    {quotas(elsewhere...), at(Cloud{Site: "cloud", Limit: 1024}), []string{"--cloud cloud/NVIDIA-H100-80GB-HBM3/mig=LIMIT", "--cloud cloud/NVIDIA-H100-80GB-HBM3/shared=LIMIT"}},
 		"half of a cloud":         {quotas(elsewhere...), at(Cloud{"cloud", "NVIDIA-H100-80GB-HBM3", "mig", 1024}), []string{"--cloud cloud/NVIDIA-H100-80GB-HBM3/shared=LIMIT"}},
 		"both halves":             {quotas(elsewhere...), at(Cloud{"cloud", "NVIDIA-H100-80GB-HBM3", "mig", 1024}, Cloud{"cloud", "NVIDIA-H100-80GB-HBM3", "shared", 1024}), nil},
@@ -264,6 +265,29 @@ func TestRefusedOfAutoscalers(t *testing.T) {
 	under.ResourceDomain = "a_b"
 	if _, err := under.ClusterAutoscaler(Azure); err == nil || !strings.Contains(err.Error(), `"_" as "/"`) {
 		t.Errorf("an underscore in a resource for Azure: %v", err)
+	}
+}
+
+// taken is a node whose GPUs have a mode and offer nothing, since another program gives them out.
+func taken(n Node) Node {
+	n.GPUs = slices.Clone(n.GPUs)
+	for i := range n.GPUs {
+		n.GPUs[i].N, n.GPUs[i].API = 0, ""
+	}
+	return n
+}
+
+// A GPU that has a mode and offers nothing adds no memory to a quota.
+func TestGPUsThatOfferNothingDoNotCount(t *testing.T) {
+	some := recorded(t, "a-1", "a100-80gb", "whole", onPrem)
+	half := taken(some)
+	copy(half.GPUs[:4], some.GPUs[:4])
+	text, err := (&Kueue{Domain: domain, ResourceDomain: domain, Nodes: []Node{half}, Teams: []Team{{Name: "a", Share: 1}}}).Objects()
+	if err != nil || !strings.Contains(string(text), "gpu-memory, nominalQuota: 320Gi}") {
+		t.Errorf("%v\n%s", err, text)
+	}
+	if _, err := (&Autoscaler{Domain: domain, ResourceDomain: domain}).Karpenter(); err == nil || !strings.Contains(err.Error(), "no node has a GPUNode") {
+		t.Errorf("of no nodes: %v", err)
 	}
 }
 

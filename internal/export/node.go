@@ -200,8 +200,12 @@ func offeredProfiles(card *gpunode.Card, m *gpunode.MIG) (out []Profile) {
 	return others(out, card, false)
 }
 
-// offers reports whether the GPU offers anything.
-func (g *GPU) offers() bool { return g.Mode != config.Keep && g.Mode != config.Off }
+// offers reports whether the GPU offers anything. One that another program gives out, or whose layout
+// waits for holders, has a mode and offers nothing.
+func (g *GPU) offers() bool {
+	return g.Mode != config.Keep && g.Mode != config.Off &&
+		(g.N > 0 || slices.ContainsFunc(g.Profiles, func(p Profile) bool { return p.Devices > 0 }))
+}
 
 // resources returns the resources that the GPU offers by name, by short name, each with how many
 // devices there can be at a time and are listed.

@@ -330,7 +330,7 @@ func (b *book) check(k *Kueue) {
 		seen[f.name] = true
 	}
 	if len(b.flavors) == 0 && len(b.errs) == 0 {
-		b.refuse("no node offers a GPU: is a partition in force?")
+		b.refuse("no node offers a GPU: does the agent run there, and is a partition in force?")
 	}
 	if n := len(b.flavors); n > maxFlavors {
 		b.refuse("%d kinds of nodes (%s and others) are more than the %d flavors that Kueue tries for a job at a "+

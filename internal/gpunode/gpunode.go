@@ -48,8 +48,9 @@ type Summary struct {
 	Unhealthy int `json:"unhealthy" max:"128"`
 	// Modes counts GPUs by mode: "2 whole, 6 mig".
 	Modes string `json:"modes,omitempty" max:"256"`
-	// Free is how much of each is free, of all that is offered through either front-end: "gpu 2/4,
-	// gpu-mem 40/158, mig 5/16 memory slices".
+	// Free is how much of each is free, of all that is offered, by the names that pods ask by: "gpu 2/4,
+	// gpu-mem 40/158, mig 5/16 memory slices". Memory that claims ask for has the name of its
+	// DeviceClass: "gpu-memory 40Gi/158Gi".
 	Free string `json:"free,omitempty" max:"256"`
 	// Largest is the largest request for each that fits: "gpu 2, gpu-mem 33, mig 3g.40gb".
 	Largest string `json:"largest,omitempty" max:"256"`

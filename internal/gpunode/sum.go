@@ -21,7 +21,8 @@ func (s *Status) Sum() {
 		cards[s.Cards[i].Name], _ = s.Cards[i].Read() // no placement has a profile that is not valid
 	}
 	s.Resources = nil
-	left := tally{free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{}}
+	left := tally{unit: s.MemoryUnitMiB,
+		free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{}}
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
 		if g.Resource != "" {
@@ -118,6 +119,8 @@ func (m *MIG) free(card *mig.Card) (free, total int) {
 
 // tally adds up the figures of a summary.
 type tally struct {
+	// unit is the size of a memory unit, in MiB.
+	unit                        int
 	gpus, sick                  int
 	free, total, largest, modes map[string]int
 	// profile is the largest MIG profile that may be given out, and size its memory in MiB.
@@ -146,6 +149,9 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 		}
 	case counted.Together():
 		word := counted.Short()
+		if g.API == claims {
+			word = counted.Class()
+		}
 		t.free[word], t.total[word] = t.free[word]+free, t.total[word]+total
 		t.largest[word] = max(t.largest[word], g.Largest)
 	case counted.Known() && total > 0:
@@ -168,6 +174,17 @@ func sizeOf(card *mig.Card, profile string) int {
 	return 0
 }
 
+// claims is the API of GPUs that are asked for by claims.
+const claims = "dra"
+
+// amount writes memory units as a claim asks for them: "40Gi".
+func (t *tally) amount(units int) string {
+	if mib := units * t.unit; mib%1024 != 0 {
+		return fmt.Sprintf("%dMi", mib)
+	}
+	return fmt.Sprintf("%dGi", units*t.unit/1024)
+}
+
 func (t *tally) summary() Summary {
 	s := Summary{GPUs: t.gpus, Unhealthy: t.sick, SaturationPercent: 100}
 	if t.memory > 0 {
@@ -175,8 +192,12 @@ func (t *tally) summary() Summary {
 	}
 	var modes, free, largest []string
 	var words, kinds []string
+	amounts := map[string]bool{} // the words whose figures are amounts of memory
 	for _, k := range piece.Kinds() {
 		words, kinds = append(words, k.Short()), append(kinds, k.Mode())
+		if class := k.Class(); class != k.Short() {
+			words, amounts[class] = append(words, class), true
+		}
 	}
 	for _, mode := range append(slices.Compact(kinds), "dynamic", "off", "unset") {
 		if n := t.modes[mode]; n > 0 {
@@ -184,7 +205,10 @@ func (t *tally) summary() Summary {
 		}
 	}
 	for _, word := range words {
-		if total := t.total[word]; total > 0 {
+		if total := t.total[word]; total > 0 && amounts[word] {
+			free = append(free, fmt.Sprintf("%s %s/%s", word, t.amount(t.free[word]), t.amount(total)))
+			largest = append(largest, word+" "+t.amount(t.largest[word]))
+		} else if total > 0 {
 			free = append(free, fmt.Sprintf("%s %d/%d", word, t.free[word], total))
 			largest = append(largest, fmt.Sprintf("%s %d", word, t.largest[word]))
 		}

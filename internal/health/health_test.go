@@ -752,7 +752,7 @@ func FuzzRestore(f *testing.F) {
 	})
 }
 
-// docs/operations.md has the classes, with the Xids of each but the ignored and the unknown ones,
+// docs/health.md has the classes, with the Xids of each but the ignored and the unknown ones,
 // and whether they wait for a reset; doc.go has the same.
 func TestDocsAgree(t *testing.T) {
 	own := map[Class][]uint64{}
@@ -788,7 +788,7 @@ func TestDocsAgree(t *testing.T) {
 		}
 	}
 
-	text, err := os.ReadFile("../../docs/operations.md")
+	text, err := os.ReadFile("../../docs/health.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -800,11 +800,11 @@ func TestDocsAgree(t *testing.T) {
 			waits = strings.HasPrefix(m[3], "[reset]")
 		}
 		classes := strings.Split(strings.ReplaceAll(m[1], "`", ""), ", ")
-		compare("docs/operations.md", classes, m[2], waits)
+		compare("docs/health.md", classes, m[2], waits)
 		rows += len(classes)
 	}
 	if rows != len(rules) {
-		t.Errorf("docs/operations.md has %d classes of %d", rows, len(rules))
+		t.Errorf("docs/health.md has %d classes of %d", rows, len(rules))
 	}
 
 	if text, err = os.ReadFile("doc.go"); err != nil {

@@ -12,6 +12,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"net/http"
+	"path/filepath"
 	"sync"
 	"time"
 
@@ -46,7 +47,8 @@ type Rule struct {
 
 // Options configure a Server.
 type Options struct {
-	// Kubeconfig is the path of a kubeconfig. Empty means the pod's own service account.
+	// Kubeconfig is the path of a kubeconfig, or a list of paths as $KUBECONFIG has it, which are
+	// merged as kubectl does. Empty means the pod's own service account.
 	Kubeconfig string
 	// Domain is the agent's label prefix, for example "example.com", and the API group of GPUNodes.
 	// Required.
@@ -198,7 +200,12 @@ func askVersion(ctx context.Context, config *rest.Config, web *http.Client) (str
 
 func credentials(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig != "" {
-		config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+		files := clientcmd.ClientConfigLoadingRules{ExplicitPath: kubeconfig}
+		if paths := filepath.SplitList(kubeconfig); len(paths) > 1 {
+			files = clientcmd.ClientConfigLoadingRules{Precedence: paths}
+		}
+		loader := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&files, &clientcmd.ConfigOverrides{})
+		config, err := loader.ClientConfig()
 		if err != nil {
 			return nil, fmt.Errorf("read kubeconfig %s: %w", kubeconfig, err)
 		}

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -37,6 +38,23 @@ func TestConnectRefuses(t *testing.T) {
 		if _, err := Connect(test.options, 20); err == nil || !strings.Contains(err.Error(), test.want) {
 			t.Errorf("%s: %v, want an error that names %q", test.name, err, test.want)
 		}
+	}
+}
+
+// $KUBECONFIG may have several paths, which are one configuration together.
+func TestKubeconfigsAreMerged(t *testing.T) {
+	dir := t.TempDir()
+	var paths []string
+	for _, text := range []string{"{apiVersion: v1, kind: Config, current-context: c, contexts: [{name: c, context: {cluster: k, user: u}}]}",
+		"{apiVersion: v1, kind: Config, clusters: [{name: k, cluster: {server: 'http://127.0.0.1:1'}}], users: [{name: u, user: {}}]}"} {
+		paths = append(paths, filepath.Join(dir, strconv.Itoa(len(paths))))
+		if err := os.WriteFile(paths[len(paths)-1], []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	config, err := credentials(strings.Join(append(paths, "/nowhere"), string(os.PathListSeparator)))
+	if err != nil || config.Host != "http://127.0.0.1:1" {
+		t.Errorf("%+v, %v", config, err)
 	}
 }
 

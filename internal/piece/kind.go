@@ -3,6 +3,7 @@
 package piece
 
 import (
+	"cmp"
 	"fmt"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -39,6 +40,9 @@ type kind struct {
 	// short is the name of a device in summaries, and of its resource below the domain; empty if
 	// devices have the names of their MIG profiles.
 	short string
+	// class is the name of the DeviceClass whose claims ask for such pieces, below the domain; empty if
+	// it is that of short.
+	class string
 	// several is the plural for people.
 	several string
 	// alone is true if the holder has the GPU alone. shared is true if several pieces exist on a
@@ -88,6 +92,10 @@ func (k Kind) Mode() string { return k.about().mode }
 // Short returns the name of a device in summaries, and of its resource below the domain; empty for
 // MIG instances, which have the names of their profiles.
 func (k Kind) Short() string { return k.about().short }
+
+// Class returns the name of the DeviceClass whose claims ask for such pieces, without the domain;
+// empty for MIG instances, whose classes have the names of their profiles.
+func (k Kind) Class() string { return cmp.Or(k.about().class, k.about().short) }
 
 // Several returns the plural for people: "memory units".
 func (k Kind) Several() string { return k.about().several }

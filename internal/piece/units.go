@@ -23,7 +23,7 @@ type Units struct {
 }
 
 var units = kind{
-	kind: KindUnits, mode: "shared", short: "gpu-mem", several: "memory units",
+	kind: KindUnits, mode: "shared", short: "gpu-mem", class: "gpu-memory", several: "memory units",
 	shared: true, together: true, dynamic: true,
 	read: func(record []byte) (Piece, error) {
 		p, err := fields[Units](record)

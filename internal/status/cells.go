@@ -10,11 +10,14 @@ import (
 
 // mig writes a GPU's memory slices as a row of cells, then a line for each device that exists
 // or is held, then the free placements.
-func (p *printer) mig(m *MIG, devices []tenant) {
+func (p *printer) mig(g *GPU, devices []tenant) {
+	m := g.MIG
 	if m.Work != "" {
 		p.wrapped(indent, yellow, "now: "+m.Work)
 	}
-	p.cells(m)
+	if m.drawn(g.Mode) {
+		p.cells(m)
+	}
 	p.placements(devices)
 	if free := freePlacements(m); free != "" {
 		p.wrapped(indent, faint, "could be made: "+free)

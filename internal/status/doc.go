@@ -28,7 +28,7 @@
 //	errs = append(errs, status.Because(status.HoldersUnknown, err))
 //
 // The caller that knows the subject makes the condition. [SortConditions] keeps the time at
-// which it was first seen. Reasons are constants in reason.go; docs/operations.md explains
+// which it was first seen. Reasons are constants in reason.go; docs/conditions.md explains
 // each one and what to do.
 //
 // # Text and page

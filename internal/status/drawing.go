@@ -438,7 +438,7 @@ func newTile(g *GPU, card *link) tile {
 	t := tile{index: g.Index, card: card, bar: g.segments}
 	t.tone, t.state = tileState(g)
 	t.title = fmt.Sprintf("GPU %d: %s, %s", g.Index, modeName(g), cmp.Or(g.Health, "nothing known"))
-	if g.MIG != nil && g.MIG.Enabled {
+	if g.MIG.drawn(g.Mode) && g.MIG.Enabled {
 		t.bar = g.MIG.cells
 	}
 	return t
@@ -471,7 +471,7 @@ func tileState(g *GPU) (tone, state string) {
 		return "bad", "fault"
 	case g.Blocked != "":
 		return "warn", "waits"
-	case g.MIG != nil && g.MIG.Enabled:
+	case g.MIG.drawn(g.Mode) && g.MIG.Enabled:
 		held := 0
 		for i := range g.MIG.Placements {
 			if s := &g.MIG.Placements[i]; s.Held() {

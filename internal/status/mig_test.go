@@ -11,6 +11,9 @@ import (
 	"testing"
 	"time"
 	"unicode/utf8"
+
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/topology"
 )
 
 // placement makes a Placement of "profile@start" or "profile@start.compute".
@@ -60,10 +63,10 @@ func cards() Status {
 	u := uuid(0)
 	s.GPUs = append(s.GPUs, GPU{Index: 0, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
 		Holders: []Holder{
-			{"dev", "notebook-1", "jupyter", "example.com/mig-1g.10gb", true, 1, ago(3 * time.Hour), "", nil, true},
-			{"train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main", "example.com/mig-3g.40gb", true, 1, ago(time.Second), "train/train-7", nil, false},
-			{"", "", "", "example.com/mig-2g.20gb", true, 1, ago(0), "", nil, false},
-			{"dev", "old", "main", "example.com/gpu", false, 1, ago(72 * time.Hour), "", nil, false},
+			{"dev", "notebook-1", "jupyter", "example.com/mig-1g.10gb", true, 1, ago(3 * time.Hour), "", nil, true, ""},
+			{"train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main", "example.com/mig-3g.40gb", true, 1, ago(time.Second), "train/train-7", nil, false, ""},
+			{"", "", "", "example.com/mig-2g.20gb", true, 1, ago(0), "", nil, false, ""},
+			{"dev", "old", "main", "example.com/gpu", false, 1, ago(72 * time.Hour), "", nil, false, ""},
 		},
 		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Placements: []Placement{
 			placement(u, "1g.10gb@0", 1, PlacementHeld, held(13, "dev", "notebook-1", "jupyter")),
@@ -80,7 +83,7 @@ func cards() Status {
 	u = uuid(1)
 	busy := GPU{Index: 1, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
 		Blocked: "train/train-3 holds 1g.10gb@5",
-		Holders: []Holder{{"train", "train-3", "main", "example.com/mig-1g.10gb", true, 1, ago(50 * time.Hour), "", []string{"train/train-4"}, false}},
+		Holders: []Holder{{"train", "train-3", "main", "example.com/mig-1g.10gb", true, 1, ago(50 * time.Hour), "", []string{"train/train-4"}, false, ""}},
 		MIG:     &MIG{Enabled: true, Size: 8}}
 	for i := range 7 {
 		now := stands(7 + i)
@@ -115,6 +118,82 @@ func cards() Status {
 		GPU{Index: 5, UUID: uuid(5), Model: "NVIDIA A30", MemoryMiB: 24576, Mode: "whole", Health: Healthy, Resource: "example.com/gpu", Total: 1, Unhealthy: 1,
 			MIG: &MIG{Enabled: true, Pending: &off}})
 	return s
+}
+
+// claimed has GPUs that claims share. Their pods cannot ask for a resource.
+func claimed() Status {
+	uuid := func(n int) string { return fmt.Sprintf("GPU-7d1e2f3a-0000-1111-2222-3333444400%02d", n) }
+	claim := func(pod, kind string, n int) Holder {
+		return Holder{Namespace: "dev", Pod: pod, Container: "main", Resource: "gpus.example.com", Units: n, Kind: kind, Since: ago(time.Hour)}
+	}
+	class := func(s *Placement) {
+		s.Resource, s.DeviceClass = "", "mig-"+s.Profile+".example.com"
+	}
+	gpu := func(n, used int, change func(*GPU), holders ...Holder) GPU {
+		g := GPU{Index: n, UUID: uuid(n), Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: Dynamic, API: "dra", Health: Healthy,
+			DeviceClass: "gpu-memory.example.com", UnitMiB: 1024, Total: 79, Used: used, Free: 79 - used, Holders: holders,
+			MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Placements: []Placement{placement(uuid(n), "1g.10gb@0", 1, PlacementFree, class)}}}
+		if change != nil {
+			change(&g)
+		}
+		return g
+	}
+	return Status{Node: "gpu-node-3", Version: "v0.1.0", GPUs: []GPU{
+		gpu(0, 60, func(g *GPU) { g.MIG.Enabled, g.MIG.Placements[0].State = false, PlacementCovered }, claim("notebook", "units", 60)),
+		gpu(1, 79, nil, claim("train", "whole", 1)),
+		gpu(2, 10, func(g *GPU) {
+			g.MIG.Placements[0] = placement(g.UUID, "1g.10gb@0", 1, PlacementHeld, func(s *Placement) { held(7, "dev", "small", "main")(s); class(s) })
+		}, func() Holder { h := claim("small", "placement", 1); h.Instances = true; return h }()),
+		gpu(3, 20, func(g *GPU) { g.Mode, g.MIG = Shared, nil }, claim("shared", "units", 20)),
+		gpu(4, 1, func(g *GPU) {
+			g.Mode, g.MIG, g.UnitMiB, g.Total, g.Free, g.DeviceClass = Shared, nil, 0, 4, 3, "gpu.shared.example.com"
+		}, claim("replica", "replica", 1)),
+	}}
+}
+
+// What claims share is shown by its memory, and by the names that claims ask by: no cells of a MIG mode
+// that nobody has, and no resource.
+func TestClaimsAreShownAsPodsAskForThem(t *testing.T) {
+	s := claimed()
+	got := text(t, s, TextOptions{ASCII: true, Width: 120, Now: noon})
+	blocks := strings.Split(got, "\nGPU ")[1:]
+	if len(blocks) != len(s.GPUs) {
+		t.Fatalf("%d GPUs in\n%s", len(blocks), got)
+	}
+	for i, want := range [][]string{
+		{"60/79 GiB", "gpu-memory.example.com", "60 GiB"},
+		{"79/79 GiB", "1 GPU"},
+		{"10/79 GiB", "|1g.10gb"},
+		{"20/79 GiB", "20 GiB"},
+		{"1/4 replicas", "gpu.shared.example.com", "1 replica"},
+	} {
+		for _, w := range want {
+			if !strings.Contains(blocks[i], w) {
+				t.Errorf("no %q of GPU %s", w, blocks[i])
+			}
+		}
+		if cells := strings.Contains(blocks[i], "+0--"); cells != (i == 2) {
+			t.Errorf("cells drawn: %v, of GPU %s", cells, blocks[i])
+		}
+	}
+	if strings.Contains(got, "gpus.example.com") {
+		t.Errorf("the driver's name is taken for a resource:\n%s", got)
+	}
+	s.Topology = &topology.Matrix{}
+	for i := range s.GPUs {
+		s.Topology.GPUs = append(s.Topology.GPUs, topology.MatrixGPU{Index: i, UUID: gpu.UUID(s.GPUs[i].UUID)})
+	}
+	page := htmlOf(t, s)
+	sound(t, page)
+	for want, n := range map[string]int{
+		`<table class="slots">`: 1, `<div class="use">`: 5, `<code>gpu-memory.example.com</code> <span class="small">by claim</span> <span class="small">1 GiB each</span>`: 1,
+		`<code>mig-1g.10gb.example.com</code> <span class="small">by claim</span>`: 1, ">60/79\u00a0GiB<": 1, ">79/79\u00a0GiB<": 1, ">1 MIG<": 1,
+		`<rect class="held" x="0" y="0" width="1000" height="10"/>`: 1, "gpus.example.com": 0,
+	} {
+		if got := strings.Count(page, want); got != n {
+			t.Errorf("the page has %q %d times, want %d", want, got, n)
+		}
+	}
 }
 
 func TestMIGText(t *testing.T) {

@@ -109,10 +109,14 @@ func newCard(s *Status, at int, now time.Time) *card {
 	if g.PCI != "" {
 		facts = append(facts, "PCI "+g.PCI)
 	}
-	c.Facts = join(" · ", append(facts, g.Resource)...)
+	c.Facts = join(" · ", append(facts, g.asked())...)
 	c.Devices, c.Tenants = s.tenants(g, now)
 	return c
 }
+
+// asked returns the name by which pods ask for the GPU's devices: a resource or a DeviceClass. It is
+// empty if the devices have several names, and if there are none.
+func (g *GPU) asked() string { return cmp.Or(g.Resource, g.DeviceClass) }
 
 // kind returns the GPU's model and memory, which are the same for all GPUs of a kind.
 func (g *GPU) kind() string { return join(", ", g.Model, amount(g.MemoryMiB)) }
@@ -181,6 +185,8 @@ type nodeOffer struct {
 	Offer
 	GPUs []int  // indices, sorted
 	Unit string // the size of one device, if it is an amount of memory
+	// Claims is true if pods ask by a claim.
+	Claims bool
 }
 
 // allOffers adds up what the GPUs offer, by resource. hasMIG is true if MIG devices are among
@@ -195,13 +201,14 @@ func allOffers(gpus []GPU) (offers []*nodeOffer, hasMIG bool) {
 				sum = &nodeOffer{Offer: Offer{Resource: o.Resource}}
 				sums[o.Resource] = sum
 			}
+			sum.Claims = sum.Claims || o.Claims
 			sum.Held, sum.Free, sum.Unhealthy = sum.Held+o.Held, sum.Free+o.Free, sum.Unhealthy+o.Unhealthy
 			if !slices.Contains(sum.GPUs, g.Index) {
 				sum.GPUs = append(sum.GPUs, g.Index)
 				slices.Sort(sum.GPUs)
 			}
 			switch {
-			case o.Resource != g.Resource:
+			case o.Resource != g.asked():
 				hasMIG = true
 			case g.UnitMiB > 0 && g.UnitMiB%1024 == 0:
 				sum.Unit = strconv.FormatUint(g.UnitMiB/1024, 10) + " GiB"
@@ -269,8 +276,11 @@ func (g *GPU) segments(x, y, width, height int) []rect {
 	}
 	left := g.Used
 	for i, h := range g.Holders {
-		if h.Resource == g.Resource && left > 0 {
+		if (h.Resource == g.Resource || h.Kind != "") && left > 0 {
 			n := min(max(h.Units, 0), left)
+			if h.Kind == "whole" {
+				n = left
+			}
 			piece([]string{"held", "held b"}[i%2], n)
 			left -= n
 		}

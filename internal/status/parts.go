@@ -207,6 +207,9 @@ func (m *markup) offers(list []*nodeOffer, hasMIG bool) {
 		"</tr></thead><tbody>\n")
 	for _, o := range list {
 		m.put(`<tr><th scope="row"><code>{}</code>`, o.Resource)
+		if o.Claims {
+			m.put(` <span class="small">by claim</span>`)
+		}
 		m.given(` <span class="small">{} each</span>`, o.Unit)
 		m.put(`</th><td>{}</td><td class="n">{}</td><td class="n">{}</td><td class="n">{}</td></tr>`+"\n",
 			spans(o.GPUs), o.Held, o.Free, o.Unhealthy)
@@ -252,12 +255,14 @@ func (m *markup) card(c *card) {
 	for _, n := range c.Notes {
 		m.put(`<p class="say {}">{}</p>`, n.Tone, n.Text)
 	}
-	if c.Resource != "" && c.Total > 1 {
+	if c.asked() != "" && c.Total > 1 {
 		m.use(c.GPU)
 	}
 	if c.MIG != nil {
 		m.given(`<p class="say warn">Now: {}</p>`, c.MIG.Work)
-		m.slots(c.Index, c.MIG)
+		if c.MIG.drawn(c.Mode) {
+			m.slots(c.Index, c.MIG)
+		}
 	}
 	m.devices(c.Index, c.Devices)
 	m.given(`<p class="fine after">Could be made: {}</p>`+"\n", freePlacements(c.MIG))

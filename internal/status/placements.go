@@ -240,8 +240,11 @@ func freePlacements(m *MIG) string {
 
 // Offer counts the devices of a resource: held, free, and neither of the two.
 type Offer struct {
+	// Resource is the name of the resource, or of the DeviceClass if Claims is true.
 	Resource              string
 	Held, Free, Unhealthy int
+	// Claims is true if pods ask by a claim.
+	Claims bool
 }
 
 // Offers counts the GPU's devices by resource. MIG devices are counted by placement:
@@ -256,22 +259,27 @@ func (g *GPU) Offers() []Offer {
 		}
 		return &out[at]
 	}
-	if g.Resource != "" {
-		o := of(g.Resource)
-		o.Held, o.Free, o.Unhealthy = g.Used, g.Free, g.Unhealthy
+	if g.asked() != "" {
+		o := of(g.asked())
+		o.Held, o.Free, o.Unhealthy, o.Claims = g.Used, g.Free, g.Unhealthy, g.Resource == ""
 	}
 	if g.MIG == nil {
 		return out
 	}
 	for i := range g.MIG.Placements {
-		switch s := &g.MIG.Placements[i]; {
-		case s.Resource == "" || s.Resource == g.Resource: // the GPU's own resource is counted above
+		s := &g.MIG.Placements[i]
+		name := cmp.Or(s.Resource, s.DeviceClass)
+		if name == "" || name == g.asked() { // the GPU's own resource is counted above
+			continue
+		}
+		o := of(name)
+		switch o.Claims = s.Resource == ""; {
 		case s.Held():
-			of(s.Resource).Held++
+			o.Held++
 		case s.State == PlacementFree || s.State == PlacementWarm:
-			of(s.Resource).Free++
+			o.Free++
 		default:
-			of(s.Resource).Unhealthy++
+			o.Unhealthy++
 		}
 	}
 	return out

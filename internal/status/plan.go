@@ -32,6 +32,9 @@ type Plan struct {
 	// by line of the partition file, and absent if there are none.
 	Mistakes []Mistake `json:"mistakes,omitempty"`
 	Open     []Mistake `json:"open,omitempty"`
+	// Elsewhere is true if the partition is for other nodes: it names models alone, and no GPU of this
+	// node is of any of them. State is "invalid" then, since the node cannot have it.
+	Elsewhere bool `json:"elsewhere,omitempty"`
 	// Unknown lists what was not known for the answer; absent if that is nothing.
 	Unknown []string `json:"unknown,omitempty"`
 	// GPUs is sorted by index; empty if State is "invalid".
@@ -101,11 +104,14 @@ type InTheWay struct {
 	Holder string `json:"holder,omitempty"`
 }
 
-// PlannedOffer is a resource that pods can ask for.
+// PlannedOffer is what pods can ask for.
 type PlannedOffer struct {
-	// Resource is the full name. API is "dra" if pods ask for it by claims.
+	// Resource is the full name. API is "dra" if pods ask for it by claims. Memory that claims ask for
+	// has no resource: its name is that of its DeviceClass, and UnitMiB the size of its devices, which
+	// is 0 otherwise.
 	Resource string `json:"resource"`
 	API      string `json:"api,omitempty"`
+	UnitMiB  int    `json:"unitMiB,omitempty"`
 	// Total is the number of devices, and Free the number of those that are free. Largest is
 	// the largest request of one container that fits beside the holders. MIG devices on demand
 	// exclude each other.
@@ -174,7 +180,10 @@ func WritePlan(w io.Writer, p Plan) error {
 			if o.API != "" {
 				name += " (" + o.API + ")"
 			}
-			fmt.Fprintf(t, "  %s\t%d of %d free\tat most %d in one container\n", name, o.Free, o.Total, o.Largest)
+			figure := &GPU{UnitMiB: uint64(max(o.UnitMiB, 0))}
+			fmt.Fprintf(t, "  %s\t%s of %s%s free\tat most %s%s in one container\n", name,
+				measure(figure, o.Free), measure(figure, o.Total), unitName(figure, o.Total),
+				measure(figure, o.Largest), unitName(figure, o.Largest))
 		}
 		t.Flush()
 	}

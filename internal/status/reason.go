@@ -3,7 +3,7 @@
 package status
 
 // Reason is a stable code for programs: of a condition, an Event, or a refusal. The table in
-// docs/operations.md explains each one; a test compares the two.
+// docs/conditions.md explains each one; a test compares the two.
 type Reason string
 
 // Reasons for the state of the node's partition.

@@ -16,7 +16,7 @@ import (
 )
 
 // TestReasonsAreInTheTable: a code is for programs, whose authors have the table in
-// docs/operations.md and nothing else. Each is there once, with a meaning, none is there
+// docs/conditions.md and nothing else. Each is there once, with a meaning, none is there
 // that does not exist, and none exists that nothing says.
 func TestReasonsAreInTheTable(t *testing.T) {
 	f, err := parser.ParseFile(token.NewFileSet(), "reason.go", nil, 0)
@@ -34,11 +34,11 @@ func TestReasonsAreInTheTable(t *testing.T) {
 		}
 		return true
 	})
-	doc, err := os.ReadFile("../../docs/operations.md")
+	doc, err := os.ReadFile("../../docs/conditions.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, table, _ := strings.Cut(string(doc), "### Reason codes\n")
+	_, table, _ := strings.Cut(string(doc), "## Reason codes\n")
 	table, _, _ = strings.Cut(table, "\n#")
 	var rows []string
 	for _, m := range regexp.MustCompile("(?m)^\\| `(\\w+)` \\| ..+ \\|$").FindAllStringSubmatch(table, -1) {
@@ -47,7 +47,7 @@ func TestReasonsAreInTheTable(t *testing.T) {
 	slices.Sort(codes)
 	slices.Sort(rows)
 	if !slices.Equal(codes, rows) || len(codes) < 40 {
-		t.Errorf("the code has the reasons\n%q, docs/operations.md has\n%q", codes, rows)
+		t.Errorf("the code has the reasons\n%q, docs/conditions.md has\n%q", codes, rows)
 	}
 	said := map[string]bool{}
 	err = fs.WalkDir(os.DirFS("../.."), ".", func(path string, d fs.DirEntry, err error) error {

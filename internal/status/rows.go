@@ -172,7 +172,7 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 	}
 	for _, h := range g.Others() {
 		others = append(others, tenant{
-			Name: who(h.Namespace, h.Pod, h.Container), Holds: h.units(g), Age: since(h.Since, now), Waits: h.Waits,
+			Name: who(h.Namespace, h.Pod, h.Container), Holds: h.holds(g), Age: since(h.Since, now), Waits: h.Waits,
 			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Memory: take(h.Namespace, h.Pod, h.Container),
 		})
 	}

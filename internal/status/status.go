@@ -121,6 +121,9 @@ type GPU struct {
 	// Resource is the full name of the resource that the GPU offers; empty for mig and off, and
 	// with DRA.
 	Resource string `json:"resource,omitempty"`
+	// DeviceClass is the full name of the DeviceClass whose claims ask for the GPU's devices; empty for
+	// mig and off, and with the device plugin.
+	DeviceClass string `json:"deviceClass,omitempty"`
 	// UnitMiB is the size of one device; 0 if a device is not an amount of memory.
 	UnitMiB uint64 `json:"unitMiB,omitempty"`
 	// Total = Used + Free + Unhealthy counts devices. Used are held, Free are free, and
@@ -175,13 +178,19 @@ type MIG struct {
 	Placements []Placement `json:"slots,omitempty"`
 }
 
+// drawn reports whether the GPU is shown as its MIG devices. A dynamic GPU is so only while MIG devices
+// exist or are held there; otherwise it is shown by its memory.
+func (m *MIG) drawn(mode Mode) bool { return m != nil && (mode != Dynamic || len(m.shown()) > 0) }
+
 // Placement is a MIG device that exists or could be created.
 type Placement struct {
 	// Device is its ID at the kubelet ("GPU-…::3g.40gb@4"). Resource is the full name
-	// of its resource; empty if it is not on offer.
-	Device   string `json:"device"`
-	Resource string `json:"resource,omitempty"`
-	Profile  string `json:"profile"`
+	// of its resource; empty if it is not on offer, or by claims alone. DeviceClass is the full name
+	// of the DeviceClass whose claims ask for it; empty with the device plugin.
+	Device      string `json:"device"`
+	Resource    string `json:"resource,omitempty"`
+	DeviceClass string `json:"deviceClass,omitempty"`
+	Profile     string `json:"profile"`
 	// Start and Size are its GPU instance's placement, in memory slices. CI is its
 	// first compute slice there; 0 unless the profile is a part of a GPU instance
 	// (1c.3g.40gb).
@@ -249,6 +258,9 @@ type Holder struct {
 	// Over is true if Container is an init container that has ended. Nothing uses its devices,
 	// and the kubelet releases them when the pod ends.
 	Over bool `json:"over,omitempty"`
+	// Kind is what a claim has of the GPU: "whole", "units", "replica" or "placement". It is empty for
+	// a holder through the device plugin, whose Resource says it.
+	Kind string `json:"kind,omitempty"`
 }
 
 // Container is a container's memory on one GPU. A container that holds two GPUs is

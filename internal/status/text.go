@@ -236,13 +236,13 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	}
 	facts := join("  ", g.Model, amount(g.MemoryMiB), mode)
 	p.line(p.paint(bold, title) + p.fit(facts, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
-	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.Resource), p.Width-len(indent))))
-	if g.Resource != "" && (g.MIG == nil || g.Total > 0) {
+	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.asked()), p.Width-len(indent))))
+	if g.asked() != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
 	}
 	devices, others := s.tenants(g, p.Now)
 	if g.MIG != nil {
-		p.mig(g.MIG, devices)
+		p.mig(g, devices)
 	}
 	p.notes(indent, g.notes(p.Now))
 	p.holders(others)
@@ -400,6 +400,24 @@ func (p *printer) holders(list []tenant) {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}
 	}
+}
+
+// holds returns how much of a GPU a holder has, through either front-end.
+func (h *Holder) holds(g *GPU) string {
+	switch h.Kind {
+	case "whole":
+		return "1 GPU"
+	case "placement":
+		return count(h.Units, "MIG device", "MIG devices")
+	case "replica":
+		return count(h.Units, "replica", "replicas")
+	case "units":
+		if g.UnitMiB == 0 {
+			return count(h.Units, "memory unit", "memory units")
+		}
+		return measure(g, h.Units) + unitName(g, h.Units)
+	}
+	return h.units(g)
 }
 
 // units returns how much of a GPU a holder has.

@@ -328,7 +328,7 @@ func TestKarpenter(t *testing.T) {
 // docs are what operators read.
 func docs(t *testing.T) string {
 	t.Helper()
-	text, err := os.ReadFile("../../docs/schedulers.md")
+	text, err := os.ReadFile("../../docs/autoscalers.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -358,7 +358,7 @@ func TestShownNodeReadinessRule(t *testing.T) {
 	}
 	m := regexp.MustCompile("(?s)```yaml\n([^`]*kind: NodeReadinessRule\n.*?)```").FindStringSubmatch(docs(t))
 	if m == nil {
-		t.Fatal("docs/schedulers.md shows no NodeReadinessRule")
+		t.Fatal("docs/autoscalers.md shows no NodeReadinessRule")
 	}
 	d := yaml.NewDecoder(strings.NewReader(m[1]))
 	d.KnownFields(true)
@@ -391,7 +391,7 @@ func TestDocsNameWhatWasRead(t *testing.T) {
 	for _, name := range []string{"cluster-autoscaler", "karpenter", "node-readiness"} {
 		s := read(t, name)
 		if want := fmt.Sprintf("%.8s", s.Version); !strings.Contains(docs(t), want) {
-			t.Errorf("docs/schedulers.md does not say that %s %s was read", s.Repository, want)
+			t.Errorf("docs/autoscalers.md does not say that %s %s was read", s.Repository, want)
 		}
 	}
 }

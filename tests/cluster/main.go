@@ -43,6 +43,7 @@ usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; wh
   load    [--name N] FILE.tar...     import image archives into containerd
   image   --out FILE.tar --name REFERENCE ...
                                      assemble an image from files ('cluster image -h' tells how)
+  registry [--listen ADDRESS]        serve an empty registry of images and charts, without TLS and in memory; for start
   path    [--name N] WHAT            print the path of: run, kubeconfig, logs, bin, images
 
 PROCESS is one of etcd, kube-apiserver, kube-controller-manager, kube-scheduler, containerd, kubelet, or a name given to start.
@@ -108,7 +109,7 @@ func run(args []string) error {
 		"exec": execCommand, "kubectl": kubectlCommand,
 		"start": startCommand, "stop": processCommand("stop"), "kill": processCommand("kill"), "restart": processCommand("restart"),
 		"cpusets": cpusetsCommand, "pid": pidCommand, "ps": psCommand, "logs": logsCommand,
-		"load": loadCommand, "image": imageCommand, "path": pathCommand,
+		"load": loadCommand, "image": imageCommand, "registry": registryCommand, "path": pathCommand,
 	}
 	f, ok := commands[command]
 	if !ok {

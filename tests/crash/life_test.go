@@ -147,10 +147,10 @@ func lifeSteps() []func() operation {
 		return fields{"metadata": fields{"annotations": fields{domain + "/" + agent.CordonAnnotation: value}}}
 	}
 	steps = append(steps, there("all GPUs are cordoned", func(_ context.Context, n *node) error {
-		n.object.cordoned = true
+		n.object.cordoned, n.object.ready = true, "True GPUCordoned"
 		return n.object.write(cordon("all"))
 	}, "the cordon is taken back", func(_ context.Context, n *node) error {
-		n.object.cordoned = false
+		n.object.cordoned, n.object.ready = false, "True Offered"
 		return n.object.write(cordon(nil))
 	}))
 	return append(steps,

@@ -5,6 +5,7 @@ package crash
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -39,6 +40,9 @@ func (n *node) journalDiffers(held map[string]holding) error {
 			ended[r.Grant] = true
 		}
 	})
+	if errors.Is(err, fs.ErrNotExist) {
+		err = nil // no agent has run here yet
+	}
 	if err := errors.Join(err, twice); err != nil {
 		return err
 	}

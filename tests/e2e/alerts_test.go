@@ -457,7 +457,7 @@ func causes() [][]cause {
 	}, {
 		{
 			what: "a driver that does not answer", fires: []string{"GPUDriverHangs"},
-			also: []string{"GPUUnhealthy", "GPUWatchdogDown"},
+			also: []string{"GPUUnhealthy", "GPUWatchdogDown", "GPUPartitionPending"},
 			begin: func(a *alarms) {
 				// While a GPU is unfit the agent looks often, so it soon meets the call.
 				a.must(driver.Xid(a.ctx, 7, 94))
@@ -523,7 +523,14 @@ func causes() [][]cause {
 		},
 	}, {
 		{
+			what: "no partition for a node without a label", fires: []string{"GPUPartitionPending"},
+			begin: func(a *alarms) { a.partitions(strings.Replace(alerted, "default:", "night:", 1)) },
+			end:   func(a *alarms) { a.partitions(alerted) },
+		},
+	}, {
+		{
 			what: "a watchdog that was turned off, and a policy that is gone", fires: []string{"GPUWatchdogDown", "GPUPolicyNotInForce"},
+			also: []string{"GPUPartitionPending"}, // while the agent is deployed anew
 			begin: func(a *alarms) {
 				a.redeploy(lab.DeployOptions{Partitions: alerted, Env: map[string]string{"GPU_AGENT_WATCH_EVERY": "0"}})
 				_, err := node.Kubectl(a.ctx, nil, "delete", "validatingadmissionpolicybinding", "gpu-agent")

@@ -36,7 +36,7 @@ func storms() []storm {
 // another order each time, and each time counts as a change (kubernetes#142293): a
 // pod with more than one device in a container is written at the kubelet's every
 // look at it, every 60 to 90 seconds. That is so with the feature gate
-// ResourceHealthStatus, which is on by default from 1.36 on; docs/operations.md says
+// ResourceHealthStatus, which is on by default from 1.36 on; docs/health.md says
 // what it costs and what to do. The agent cannot help it: this test is for the docs,
 // and fails when a kubelet does it no more.
 //

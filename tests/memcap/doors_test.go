@@ -122,7 +122,7 @@ type exception struct {
 }
 
 // exceptions are the rows that the library does not hold. Each has its line in
-// the table of guarantees in docs/operations.md or is no business of a cap.
+// the table of guarantees in docs/caps-held.md or is no business of a cap.
 var exceptions = []exception{
 	{door: "own copy", reason: "a tenant's own copy of the driver library knows nothing of the cap: the watchdog's"},
 	{door: "beneath", reason: "a program that opens the real library at its other path goes round the cap: the watchdog's"},

@@ -59,6 +59,9 @@ type outcome struct {
 	peak   uint64 // what the driver says the GPU had at most
 	used   uint64 // what the driver says it still has when the program has done its work
 	asks   uint64 // how often the program waited for a reading, by its usage page
+	// settled is how many bytes gave no room before the next reading, since they were gone before
+	// the library took them off, by the usage page.
+	settled uint64
 }
 
 // suggested is the driver that NVIDIA's documentation suggests, where an H200's differs.
@@ -124,10 +127,14 @@ var scenarios = slices.Concat(poolScenarios, []scenario{
 	{name: "green-context-without-room", unread: true},
 	// What a context takes is asked once for each of the hundred.
 	{name: "primary-context-again", check: func(o outcome) []string {
+		var wrong []string
 		if o.asks > 120 {
-			return []string{fmt.Sprintf("waited for %d readings", o.asks)}
+			wrong = append(wrong, fmt.Sprintf("waited for %d readings", o.asks))
 		}
-		return nil
+		if o.settled > o.limit-o.room { // what contexts were charged too much, at most
+			wrong = append(wrong, fmt.Sprintf("%d MiB gave no room before the next reading", o.settled/MiB))
+		}
+		return wrong
 	}},
 	{name: "asked-for-one-figure", check: func(o outcome) []string {
 		if total, free := o.n("total"), o.n("free"); total != o.limit || free > o.room {
@@ -227,7 +234,7 @@ func (r *rig) scene(t *testing.T, s scenario, key, cuda string, index int) outco
 	if !s.unread {
 		b.read(t, index)
 		last, _ := b.readers[index].Last()
-		o.asks = last.Asks
+		o.asks, o.settled = last.Asks, last.Settled
 	}
 	k.quit()
 	return o

@@ -14,5 +14,8 @@
 //	make release VERSION=v0.1.0-rc.1
 //	go test ./tests/release -from dist/v0.1.0-rc.1
 //
+// A second test publishes a release to a registry on the node, as `make publish` does, and installs it by
+// the registry's name: Helm takes the chart from there, and containerd the images.
+//
 // [Kit.BuildNext]: example.com/gpu-agent/tests/lab.Kit.BuildNext
 package release

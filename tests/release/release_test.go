@@ -45,8 +45,9 @@ type bench struct {
 	home, config string
 }
 
-// A release is installed, upgraded and rolled back while pods use GPUs, and uninstalled.
-func TestLifeOfARelease(t *testing.T) {
+// newBench starts a node with an emulated driver. Whatever becomes of the test, the node is ended.
+func newBench(t *testing.T) *bench {
+	t.Helper()
 	if missing := lab.Missing(); missing != "" {
 		t.Skip("this machine lacks ", missing)
 	}
@@ -73,6 +74,13 @@ func TestLifeOfARelease(t *testing.T) {
 	_, err = node.LayDriver(ctx, lab.DriverOptions{Root: "/", Model: "H100-80GB", Count: gpus})
 	must(t, err)
 	must(t, node.Namespace(ctx, lab.PodNamespace))
+	return b
+}
+
+// A release is installed, upgraded and rolled back while pods use GPUs, and uninstalled.
+func TestLifeOfARelease(t *testing.T) {
+	b := newBench(t)
+	ctx, kit, node := t.Context(), b.kit, b.node
 	before := b.everything()
 
 	older := b.older()
@@ -118,7 +126,7 @@ func TestLifeOfARelease(t *testing.T) {
 	churn.end()
 
 	b.uninstall(newer)
-	err = lab.Await(ctx, time.Minute, "everything to be as it was before", func(context.Context) error {
+	err := lab.Await(ctx, time.Minute, "everything to be as it was before", func(context.Context) error {
 		if left := differences(before, b.everything()); len(left) > 0 {
 			return errors.New(strings.Join(left, "\n"))
 		}
@@ -139,8 +147,8 @@ func (b *bench) uninstall(r *madeRelease) {
 	b.kubectl("label", "node", nodeName, lab.NodeLabel+"-") // which the operator has set
 }
 
-// madeRelease is a release's folder.
-type madeRelease struct{ dir, version, digest, placer string }
+// madeRelease is a release's folder, and where its chart finds the images.
+type madeRelease struct{ dir, version, registry, digest, placer string }
 
 func (r *madeRelease) chart() string {
 	return filepath.Join(r.dir, "gpu-agent-"+strings.TrimPrefix(r.version, "v")+".tgz")
@@ -151,10 +159,10 @@ func (b *bench) older() *madeRelease {
 	if *from == "" {
 		return b.make("v0.1.0-rc.1", filepath.Join(b.kit.Cache, "bin"))
 	}
-	archives, err := filepath.Glob(filepath.Join(*from, "*.oci.tar"))
+	archives, err := filepath.Glob(filepath.Join(*from, "gpu-agent-*.oci.tar"))
 	must(b.T, err)
 	if len(archives) != 1 {
-		b.Fatalf("%s has the archives %q, want the one of a release", *from, archives)
+		b.Fatalf("%s has the archives %q of the agent, want the one of a release", *from, archives)
 	}
 	v := strings.TrimSuffix(strings.TrimPrefix(filepath.Base(archives[0]), "gpu-agent-"), ".oci.tar")
 	// The node sees the cache, at the same path.
@@ -164,11 +172,17 @@ func (b *bench) older() *madeRelease {
 }
 
 // make makes a release of programs.
-func (b *bench) make(version, bin string) *madeRelease {
+func (b *bench) make(version, bin string) *madeRelease { return b.makeFor("localhost", version, bin) }
+
+// makeFor makes a release for a registry.
+func (b *bench) makeFor(registry, version, bin string) *madeRelease {
 	dir := b.folder(version)
 	must(b.T, b.kit.Run(b.Context(), b.kit.Bin("image"), "release", "--out", dir, "--checkout", b.kit.Root, "--version", version,
+		"--gpu-agent-repository", registry+"/gpu-agent", "--gpu-placer-repository", registry+"/gpu-placer",
 		"--bin", runtime.GOARCH+"="+bin, "--cache", filepath.Join(b.kit.Cache, "images", "debian"), "--newer"))
-	return b.read(dir, version)
+	r := b.read(dir, version)
+	r.registry = registry
+	return r
 }
 
 // folder is a new one's name.
@@ -186,7 +200,7 @@ func (b *bench) read(dir, version string) *madeRelease {
 	must(b.T, err)
 	placer, err := os.ReadFile(filepath.Join(dir, "gpu-placer-digest"))
 	must(b.T, err)
-	return &madeRelease{dir, version, strings.TrimSpace(string(digest)), strings.TrimSpace(string(placer))}
+	return &madeRelease{dir, version, "localhost", strings.TrimSpace(string(digest)), strings.TrimSpace(string(placer))}
 }
 
 // load brings a release's images onto the node, as docs/release.md says.
@@ -216,14 +230,14 @@ func (b *bench) runs(r *madeRelease) {
 	b.kubectl("rollout", "status", "-n", name, "daemonset/"+name, "--timeout=3m")
 	must(b.T, lab.Await(b.Context(), time.Minute, "the agent of "+r.version+" alone", func(context.Context) error {
 		said := b.kubectl("get", "pods", "-n", name, "-o", "jsonpath={range .items[*]}{.spec.containers[0].image} {.status.containerStatuses[0].ready} {.status.containerStatuses[0].restartCount}{end}")
-		if want := "localhost/gpu-agent@" + r.digest + " true 0"; said != want {
+		if want := r.registry + "/gpu-agent@" + r.digest + " true 0"; said != want {
 			return fmt.Errorf("there are %q, want %q", said, want)
 		}
 		return nil
 	}))
 	must(b.T, lab.Await(b.Context(), 3*time.Minute, "a placer of "+r.version, func(context.Context) error {
 		said := b.kubectl("get", "pods", "-n", placer, "-o", "jsonpath={range .items[*]}{.spec.containers[0].image} {.status.containerStatuses[0].ready},{end}")
-		if want := "localhost/gpu-placer@" + r.placer; strings.Count(said, want) != 2 || strings.Count(said, want+" true,") != 1 {
+		if want := r.registry + "/gpu-placer@" + r.placer; strings.Count(said, want) != 2 || strings.Count(said, want+" true,") != 1 {
 			return fmt.Errorf("there are %q, want two of %s, one of them ready", said, want)
 		}
 		return nil

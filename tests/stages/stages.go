@@ -200,7 +200,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{run(bin("cluster"), "build", "--with", "kueue", "--with", "kuberay")},
 		},
 		{
-			name: "release", what: "images and releases: reproducible, whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside, set: whole, reads: []string{"deployments", "docs"},
+			name: "release", what: "images and releases: reproducible, whole, published whole, and what is in them is named", after: []string{"image", "helm"}, lane: beside, set: whole, reads: []string{"deployments", "docs"},
 			commands: []command{formed("deployments/image", "."), run(bin("image"), "behind", "--cache", filepath.Join(cache, "images", "debian"))},
 		},
 		{
@@ -259,7 +259,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed(".", "./tests/crash", "-built")},
 		},
 		{
-			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, lacks: root,
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled; and installed from a registry", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{

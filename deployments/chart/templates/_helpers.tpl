@@ -54,7 +54,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- if has $object.kind (list "DaemonSet" "Deployment") -}}
 {{- include "gpu-agent.workload" . -}}
 {{- else if and (eq $object.metadata.name "gpu-partitions") $values.partitions -}}
-{{- $_ := set $object.data "config.yaml" $values.partitions -}}
+{{- $_ := set $object.data "config.yaml" (include "gpu-agent.partitions" $values.partitions) -}}
 {{- else if eq $object.kind "DeviceClass" -}}
 {{- with $object.spec.extendedResourceName -}}
 {{- $_ := set $object.spec "extendedResourceName" (printf "%s/%s" $resourceDomain (base .)) -}}
@@ -141,6 +141,22 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- if $values.evict.enabled -}}{{- include "gpu-agent.env" (list $container "GPU_AGENT_EVICT_AFTER" ($values.evict.after | int64 | toString)) -}}{{- end -}}
 {{- if $values.startupTaint.enabled -}}{{- include "gpu-agent.env" (list $container "GPU_AGENT_STARTUP_TAINT" $values.startupTaint.key) -}}{{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The text of a partition file, which may be in a ConfigMap. What is no YAML is for the agent to refuse. */ -}}
+{{- define "gpu-agent.partitions" -}}
+{{- $file := fromYaml . -}}
+{{- if not (hasKey $file "kind") -}}
+{{- . -}}
+{{- else if ne (toString $file.kind) "ConfigMap" -}}
+{{- fail (printf "partitions: it is of kind %v; a partition file is taken, or a ConfigMap with one" $file.kind) -}}
+{{- else -}}
+{{- $text := get (ternary $file.data (dict) (kindIs "map" $file.data)) "config.yaml" -}}
+{{- if or (not (kindIs "string" $text)) (empty $text) -}}
+{{- fail "partitions: the ConfigMap has no text in its data under the key config.yaml" -}}
+{{- end -}}
+{{- $text -}}
 {{- end -}}
 {{- end -}}
 

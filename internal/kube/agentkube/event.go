@@ -8,7 +8,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -39,8 +41,8 @@ type EventOutcome string
 const (
 	// EventSent: a new Event, or a higher count of an earlier one, was written.
 	EventSent EventOutcome = "sent"
-	// EventMerged: the Event repeats one that was written a moment ago. The next repetition writes
-	// the count.
+	// EventMerged: the Event repeats one that was written a moment ago, and the next repetition
+	// writes the count; or a newer state replaced it before it was written.
 	EventMerged EventOutcome = "merged"
 	// EventDropped: the queue was full, the bucket was empty, the server refused the Event, or it
 	// was unreachable for too long.
@@ -49,10 +51,12 @@ const (
 
 type event struct {
 	regarding workload.Pod
-	kind      EventType
-	reason    string
-	message   string
-	at        time.Time
+	// subject is the thing whose state the Event reports; "" if it reports something that happened.
+	subject string
+	kind    EventType
+	reason  string
+	message string
+	at      time.Time
 	// serial distinguishes Events of the same nanosecond.
 	serial uint64
 }
@@ -69,6 +73,13 @@ type Events struct {
 
 	serial atomic.Uint64
 	queue  chan event
+	mu     sync.Mutex
+	// states are the states to send, at most one of a subject, in the order of their calls. Guarded
+	// by mu. changed wakes Run when there is another one; it holds at most one token.
+	states  []event
+	changed chan struct{}
+	// newest is the state that was written last. It belongs to Run's goroutine.
+	newest event
 	// onNode and onPods limit the Events about the node and about pods, each for itself. So a fault
 	// that hits many pods does not suppress Events about the node.
 	onNode, onPods flowcontrol.RateLimiter
@@ -81,7 +92,7 @@ func NewEvents(c *Client, done func(EventOutcome)) *Events {
 		server: c.server, node: c.options.NodeName, domain: c.options.Domain, done: done,
 		quiet: time.Minute, window: 10 * time.Minute,
 		// One fault may hit every pod of a node, 110 by default.
-		queue:  make(chan event, 256),
+		queue: make(chan event, 256), changed: make(chan struct{}, 1),
 		onNode: flowcontrol.NewTokenBucketRateLimiter(1.0/30, 25),
 		onPods: flowcontrol.NewTokenBucketRateLimiter(1.0/10, 120),
 	}
@@ -94,13 +105,51 @@ func NewEvents(c *Client, done func(EventOutcome)) *Events {
 //
 // reason is one word in UpperCamelCase. A message beyond 1,024 bytes is cut.
 func (q *Events) Event(regarding workload.Pod, kind EventType, reason, message string) {
-	e := event{regarding, kind, brief.Cut(reason, brief.Reason), brief.Cut(message, brief.Message),
-		q.server.Now(), q.serial.Add(1)}
+	e := q.event(kind, reason, message)
+	e.regarding = regarding
 	select {
 	case q.queue <- e:
 	default:
 		q.dropped(e, "the queue is full", nil)
 	}
+}
+
+// State queues an Event that tells the present state of a subject of the node, and returns at once.
+// The last Event of a subject is always its present state: a state that repeats is written again if
+// another state was written since, and a state that may not be sent yet waits until it may, or until
+// a newer state of its subject replaces it. The parameters are those of Event.
+func (q *Events) State(subject string, kind EventType, reason, message string) {
+	e := q.event(kind, reason, message)
+	e.subject = subject
+	q.mu.Lock()
+	was := len(q.states)
+	q.states = slices.DeleteFunc(q.states, func(o event) bool { return o.subject == subject })
+	merged := len(q.states) < was
+	var oldest *event
+	if len(q.states) >= maxStates {
+		oldest, q.states = &q.states[0], slices.Clone(q.states[1:])
+	}
+	q.states = append(q.states, e)
+	q.mu.Unlock()
+	if merged {
+		q.eventDone(EventMerged)
+	}
+	if oldest != nil {
+		q.dropped(*oldest, "the queue is full", nil)
+	}
+	select {
+	case q.changed <- struct{}{}:
+	default:
+	}
+}
+
+// maxStates bounds the states that wait. A subject is the partition, or some GPUs and their fault;
+// a node has up to 16 GPUs.
+const maxStates = 64
+
+func (q *Events) event(kind EventType, reason, message string) event {
+	return event{kind: kind, reason: brief.Cut(reason, brief.Reason), message: brief.Cut(message, brief.Message),
+		at: q.server.Now(), serial: q.serial.Add(1)}
 }
 
 // dropped counts an Event that will not be sent, and logs it within a limit, since there may be
@@ -139,22 +188,88 @@ func (e event) identity() event {
 func (q *Events) Run(ctx context.Context) error {
 	seen := map[event]*written{}
 	for {
+		var again <-chan time.Time
+		if q.sendStates(ctx, seen) {
+			again = time.After(stateEvery)
+		}
 		select {
 		case <-ctx.Done():
 			return ctx.Err()
+		case <-again:
+		case <-q.changed:
 		case e := <-q.queue:
-			for key, w := range seen {
-				if q.server.Now().Sub(w.at) > q.window {
-					delete(seen, key)
-				}
-			}
+			q.forget(seen)
 			q.send(ctx, e, seen)
 		}
 	}
 }
 
-// send writes one Event. While the server is unreachable it waits until the Event is older than the
-// window, and later Events wait in the queue.
+// forget drops the Events that are too old to be counted on.
+func (q *Events) forget(seen map[event]*written) {
+	for key, w := range seen {
+		if q.server.Now().Sub(w.at) > q.window {
+			delete(seen, key)
+		}
+	}
+}
+
+// stateEvery is the pause between two tries to send a state. Timestamps of Events are in seconds.
+const stateEvery = time.Second
+
+// sendStates sends the states that may be sent now, and reports whether some must wait. Of two
+// states, kubectl takes the one with the later timestamp for the present one. A state therefore waits
+// for the second after that of the last state.
+func (q *Events) sendStates(ctx context.Context, seen map[event]*written) (wait bool) {
+	for ctx.Err() == nil {
+		q.mu.Lock()
+		if len(q.states) == 0 {
+			q.mu.Unlock()
+			return false
+		}
+		e := q.states[0]
+		q.mu.Unlock()
+		q.forget(seen)
+		known := seen[e.identity()]
+		if known != nil && e.identity() == q.newest.identity() && e.at.Sub(known.at) < q.quiet {
+			if q.take(e) {
+				known.count++
+				q.eventDone(EventMerged)
+			}
+			continue
+		}
+		if next := q.newest.at.Truncate(time.Second).Add(time.Second); e.at.Before(next) {
+			if left := next.Sub(q.server.Now()); left > 0 && left <= time.Second { // more if the clock was put back
+				return true
+			}
+			e.at = next
+		}
+		if !q.onNode.TryAccept() {
+			return true
+		}
+		if q.take(e) { // otherwise a newer state has replaced it
+			q.deliver(ctx, e, seen)
+		}
+	}
+	return false
+}
+
+// take removes a state from those that wait. It returns false if the state has already been replaced.
+func (q *Events) take(e event) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	was := len(q.states)
+	q.states = slices.DeleteFunc(q.states, func(o event) bool { return o.serial == e.serial })
+	return len(q.states) < was
+}
+
+// replaced reports whether a newer state of the subject of e waits.
+func (q *Events) replaced(e event) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return slices.ContainsFunc(q.states, func(o event) bool { return o.subject == e.subject })
+}
+
+// send writes one Event of the queue, or counts it as a repetition, or drops it.
 func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 	known := seen[e.identity()]
 	if known != nil {
@@ -171,6 +286,18 @@ func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 	if !bucket.TryAccept() {
 		q.dropped(e, "too many Events", nil)
 		return
+	}
+	q.deliver(ctx, e, seen)
+}
+
+// deliver writes an Event. While the server is unreachable it tries again, an Event until it is older
+// than the window, and a state until a newer one replaces it.
+func (q *Events) deliver(ctx context.Context, e event, seen map[event]*written) {
+	known := seen[e.identity()]
+	if e.subject != "" {
+		if q.newest = e; known != nil {
+			known.count++
+		}
 	}
 	for retry := q.server.BackOff(q.server.Timing.PauseMax); ; {
 		err := q.write(ctx, e, known)
@@ -193,7 +320,10 @@ func (q *Events) send(ctx context.Context, e event, seen map[event]*written) {
 		case kube.Answered(err) && !transient(err):
 			q.dropped(e, "the API server refuses it", err)
 			return
-		case q.server.Now().Sub(e.at) > q.window:
+		case e.subject != "" && q.replaced(e):
+			q.eventDone(EventMerged)
+			return
+		case e.subject == "" && q.server.Now().Sub(e.at) > q.window:
 			q.dropped(e, "the API server is unreachable", err)
 			return
 		}

@@ -13,6 +13,8 @@ import (
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/kube/kubetest"
 	"example.com/gpu-agent/internal/workload"
+
+	"k8s.io/client-go/util/flowcontrol"
 )
 
 // clock is set by the test.
@@ -134,6 +136,137 @@ func TestEventRepeated(t *testing.T) {
 	q.Event(workload.Pod{}, Warning, "Blocked", "train/job-2 holds it")
 	outcome(t, done, EventSent)
 	counts(4, 1, 1)
+}
+
+// present returns the reason of the Event with the latest timestamp, which kubectl shows last.
+func (s *server) present(t *testing.T) string {
+	t.Helper()
+	var last, reason string
+	for _, e := range s.All("events") {
+		switch at := e["lastTimestamp"].(string); {
+		case at == last:
+			t.Errorf("two Events of %s: which is the present one?", at)
+		case at > last:
+			last, reason = at, e["reason"].(string)
+		}
+	}
+	return reason
+}
+
+// A partition that is edited good, bad, good within a minute ends with the Event of the good one,
+// and so does a GPU that fails, recovers and fails. What happens in between does not end that.
+func TestLastEventIsThePresentState(t *testing.T) {
+	s := newServer(t)
+	q, k, done := reporter(t, s)
+	kubetest.Background(t, q.Run)
+	tell := func(reason string, want EventOutcome) {
+		t.Helper()
+		q.State("partition", Normal, reason, "the same text each time")
+		outcome(t, done, want)
+		if got := s.present(t); got != reason {
+			t.Errorf("the last Event says %s, want %s", got, reason)
+		}
+		k.add(time.Second)
+	}
+	tell("Applied", EventSent)
+	tell("Invalid", EventSent)
+	tell("Applied", EventSent)
+	tell("Applied", EventMerged)
+	tell("Invalid", EventSent)
+	q.Event(workload.Pod{}, Normal, "GPUChange", "create 1g.10gb@0")
+	outcome(t, done, EventSent)
+	k.add(time.Second)
+	tell("Applied", EventSent)
+	if n := len(s.All("events")); n != 3 {
+		t.Errorf("%d Events, want one of each state and what happened", n)
+	}
+	k.add(time.Hour) // beyond the window
+	tell("Applied", EventSent)
+}
+
+// Timestamps of Events are in seconds. States of the same second would have no order.
+func TestStatesOfOneSecondHaveAnOrder(t *testing.T) {
+	s := newServer(t)
+	q, k, done := reporter(t, s)
+	q.State("partition", Normal, "Applied", "m")
+	q.State("GPU 0", Warning, "GPUUnhealthy", "m")
+	kubetest.Background(t, q.Run)
+	outcome(t, done, EventSent)
+	q.State("GPU 0", Normal, "GPURecovered", "m")
+	outcome(t, done, EventMerged) // nobody was told that GPU 0 was unhealthy
+	k.add(time.Second)
+	outcome(t, done, EventSent)
+	if got := s.present(t); got != "GPURecovered" {
+		t.Errorf("the last Event says %s", got)
+	}
+	k.add(-time.Hour) // the clock is put back
+	q.State("partition", Warning, "Invalid", "m")
+	outcome(t, done, EventSent)
+	if got := s.present(t); got != "Invalid" {
+		t.Errorf("after the clock was put back, the last Event says %s", got)
+	}
+}
+
+// A state that changes more often than Events may be sent is told in the end.
+func TestStateIsToldAfterAFlood(t *testing.T) {
+	s := newServer(t)
+	q, k, done := reporter(t, s)
+	q.onNode = flowcontrol.NewTokenBucketRateLimiter(5, 2)
+	kubetest.Background(t, q.Run)
+	reasons := []string{"Applied", "Invalid"}
+	for i := range 20 {
+		q.State("partition", Normal, reasons[i%2], "m")
+		k.add(time.Second)
+	}
+	for range 20 {
+		if got := kubetest.Receive(t, done); got == EventDropped {
+			t.Error("a state was dropped")
+		}
+	}
+	if got := s.present(t); got != "Invalid" {
+		t.Errorf("the last Event says %s, want Invalid", got)
+	}
+}
+
+// While the server is away, a state does not grow too old; a newer one takes its place.
+func TestStateOutlastsAnOutage(t *testing.T) {
+	s := newServer(t)
+	q, k, done := reporter(t, s)
+	tried := make(chan struct{})
+	q.server.Options.Failed = func(string, string) {
+		select {
+		case tried <- struct{}{}:
+		default:
+		}
+	}
+	s.Stop()
+	kubetest.Background(t, q.Run)
+	q.State("partition", Warning, "Invalid", "m")
+	kubetest.Receive(t, tried)
+	q.State("partition", Normal, "Applied", "m")
+	outcome(t, done, EventMerged)
+	k.add(time.Hour)
+	kubetest.Receive(t, tried)
+	s.Back()
+	outcome(t, done, EventSent)
+	if got := s.present(t); got != "Applied" || len(s.All("events")) != 1 {
+		t.Errorf("after the outage the last of %d Events says %s", len(s.All("events")), got)
+	}
+}
+
+// States of ever more subjects do not size a list, and the newest are those that stay.
+func TestStatesAreBounded(t *testing.T) {
+	s := newServer(t)
+	q, _, done := reporter(t, s)
+	for i := range maxStates + 3 { // nobody runs
+		q.State(fmt.Sprint("GPU ", i), Warning, "GPUUnhealthy", fmt.Sprint(i))
+	}
+	for range 3 {
+		outcome(t, done, EventDropped)
+	}
+	if n, last := len(q.states), q.states[len(q.states)-1].message; n != maxStates || last != fmt.Sprint(maxStates+2) {
+		t.Errorf("%d states wait, the last is %s", n, last)
+	}
 }
 
 func TestEventForgottenByServer(t *testing.T) {

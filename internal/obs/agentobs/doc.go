@@ -50,7 +50,7 @@
 //	plugin_registered{resource}                 1 or 0: the kubelet receives the list of its devices and knows them
 //	allocatable_writes_total{cause}             times that allocatable was lowered, by cause: list, kubelet or end
 //	plugin_registration_errors_total{resource}  registrations that the kubelet refused, or did not answer
-//	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by reason (docs/operations.md)
+//	plugin_refusals_total{resource,reason}      refused requests of the kubelet, by reason (docs/conditions.md)
 //	gpu_blocked{gpu}                            1 while the wanted partition waits for holders
 //	devices{gpu,resource,state}                 state is free, held or unhealthy
 //	device_info{device,resource,UUID,GPU_I_ID,GPU_I_PROFILE,mig_uuid,namespace,pod,container}   1; see below

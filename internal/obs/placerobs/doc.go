@@ -7,7 +7,7 @@
 //	metrics := placerobs.NewMetrics(version, state, verbs, outcomes, slices, checks)
 //	server := obs.New(obs.Options{Addr: ":9500", Metrics: metrics.Registry(), …})
 //
-// docs/operations.md has a table of the metrics. All names start with gpu_agent_, as the agent's
+// docs/placer.md has a table of the metrics. All names start with gpu_agent_, as the agent's
 // do, and those that only the placer has start with gpu_agent_placer_. The package does not know
 // how the placer decides.
 package placerobs

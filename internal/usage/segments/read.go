@@ -18,12 +18,12 @@ import (
 
 // Read calls apply for each record since a time, and for some before it: it begins with the
 // last segment whose first record is not later than since. A zero since reads all. Read skips
-// what is damaged. A missing directory is an empty journal. The error wraps gpu.ErrNotSupported
-// if a newer version wrote a segment.
+// what is damaged. The error wraps fs.ErrNotExist if there is no such directory, and
+// gpu.ErrNotSupported if a newer version wrote a segment.
 func Read(dir string, since time.Time, apply func(*usage.Record)) error {
 	all, err := list(os.DirFS(dir))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		return fmt.Errorf("there is no usage journal in %s: %w", dir, fs.ErrNotExist)
 	}
 	if err != nil {
 		return fmt.Errorf("read the usage journal: %w", err)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -74,8 +75,9 @@ func TestSegments(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if counts(t, filepath.Join(dir, "none"), time.Time{}) != nil {
-		t.Error("a directory that is not there is no empty journal")
+	none := filepath.Join(dir, "none")
+	if err := Read(none, time.Time{}, nil); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), none) {
+		t.Errorf("a directory that is not there is read as %v, want an error that names it", err)
 	}
 	book := usage.NewBook(nil)
 	n := 0
