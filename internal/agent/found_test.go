@@ -30,6 +30,7 @@ type leftBehind struct {
 	reads   int
 	looks   int // at the surroundings
 	changes []string
+	before  func() // called before each reading
 }
 
 func newLeftBehind(n int) *leftBehind {
@@ -62,6 +63,9 @@ func (l *leftBehind) podOf(pid int) string {
 }
 
 func (l *leftBehind) Setup(_ context.Context, u gpu.UUID) (gpu.Setup, error) {
+	if l.before != nil {
+		l.before()
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.reads++
@@ -380,6 +384,22 @@ func TestSetupsAreReadRarely(t *testing.T) {
 		synctest.Wait()
 		if o.left.reads != reads+2 || o.left.looks != 2 {
 			t.Errorf("%d more readings of setups after %s, want one for each GPU; %d looks", o.left.reads-reads, setupsEvery, o.left.looks)
+		}
+	})
+}
+
+// The kubelet waits for the first list: the first reading of a new process reads no setups, and a second one follows at once.
+func TestFirstOfferDoesNotWaitForSetups(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.left = newLeftBehind(1)
+		var readings int
+		o.left.before = func() { o.with(func() { readings = o.readings }) }
+		b := start(t, o, t.TempDir(), allShared)
+		defer b.end()
+		time.Sleep(time.Second)
+		if readings != 2 || o.left.reads != 1 {
+			t.Errorf("%d readings of setups, in reading %d of the GPUs; want one, in the second", o.left.reads, readings)
 		}
 	})
 }

@@ -122,8 +122,9 @@ type reading struct {
 }
 
 // read asks the driver for everything, for at most driverPatience. It runs beside the loop. before
-// are the setups of the last reading, which are renewed more rarely than the rest.
-func (r *reader) read(ctx context.Context, before setups) reading {
+// are the setups of the last reading, which are renewed more rarely than the rest: from world, if it
+// is not nil.
+func (r *reader) read(ctx context.Context, before setups, world Setups) reading {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
@@ -147,7 +148,7 @@ func (r *reader) read(ctx context.Context, before setups) reading {
 			got.health[d.UUID] = health.GPUReading{Err: err}
 		}
 	}
-	got.setups = readSetups(ctx, r.setupWorld, &inv, before, began, r.log)
+	got.setups = readSetups(ctx, world, &inv, before, began, r.log)
 	return got
 }
 
@@ -177,8 +178,12 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 		r.reading = p
 		before := r.setups
 		before.of = maps.Clone(before.of) // the loop may change its own
+		world := r.setupWorld
+		if !r.answered {
+			world = nil // the kubelet waits for the first offer; take makes a second reading follow
+		}
 		go func() {
-			if p.box <- r.read(ctx, before); p.late.Load() {
+			if p.box <- r.read(ctx, before, world); p.late.Load() {
 				r.wake()
 			}
 		}()
@@ -259,6 +264,9 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 		}
 	}
 	r.inv, r.setups = inv, got.setups
+	if r.setupWorld != nil && r.setups.at.IsZero() {
+		r.again()
+	}
 	r.setTopology()
 	r.faults.setInventory(inv)
 	r.cards.follow(inv, r.log)
