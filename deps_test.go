@@ -118,6 +118,7 @@ var packages = []entry{
 	{"internal/export", 1, agent, "what other schedulers and autoscalers are told of a cluster's GPUs, as YAML"},
 	{"internal/label", 1, agent, "the node's labels, from inventory, links and partition"},
 	{"internal/health", 1, agent, "which GPUs are healthy, from events and readings"},
+	{"internal/found", 1, agent, "what earlier owners have left on a node's GPUs"},
 	{"pkg/gpu", 0, both, "the words for hardware"},
 	{"internal/workload", 0, both, "the words for pods"},
 	{"internal/amount", 0, both, "quantities that somebody outside has written"},

@@ -48,9 +48,9 @@ func (d *driverFlags) options(log *slog.Logger) nvml.Options {
 
 // readDriver reads the driver once.
 func readDriver(ctx context.Context, c console, d *driverFlags) (*gpu.Inventory, error) {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, commandPatience)
 	defer cancel()
-	driver, err := nvml.Open(ctx, d.options(slog.New(slog.NewTextHandler(c.err, nil))))
+	driver, err := openOnce(ctx, c, d)
 	if err != nil {
 		return nil, err
 	}
@@ -62,6 +62,14 @@ func readDriver(ctx context.Context, c console, d *driverFlags) (*gpu.Inventory,
 	return &inv, nil
 }
 
+// commandPatience bounds how long a command that is not the agent waits for the driver.
+const commandPatience = 30 * time.Second
+
+// openOnce opens the driver for a command.
+func openOnce(ctx context.Context, c console, d *driverFlags) (*nvml.Driver, error) {
+	return nvml.Open(ctx, d.options(slog.New(slog.NewTextHandler(c.err, nil))))
+}
+
 // newInventory makes `gpu-agent inventory`.
 func newInventory() *cobra.Command {
 	var d driverFlags
@@ -69,18 +77,26 @@ func newInventory() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "inventory",
 		Short: "print this node's GPUs, as the driver reports them",
-		Long: `Prints this node's GPUs, as the driver reports them. As JSON it is a recorded inventory, which
-other commands read with --inventory.`,
+		Long: `Prints this node's GPUs, as the driver reports them, and below them what earlier owners have
+left on them. As JSON it is a recorded inventory, which other commands read with --inventory.`,
 		Example: "gpu-agent inventory -o json > node-1.json",
 		RunE: func(c *cobra.Command, _ []string) error {
-			inv, err := readDriver(c.Context(), consoleOf(c), &d)
+			if output.Value == "json" {
+				inv, err := readDriver(c.Context(), consoleOf(c), &d)
+				if err != nil {
+					return err
+				}
+				return printJSON(c.OutOrStdout(), inv)
+			}
+			inv, findings, err := look(c.Context(), consoleOf(c), &d, noModes)
 			if err != nil {
 				return err
 			}
-			if output.Value == "json" {
-				return printJSON(c.OutOrStdout(), inv)
+			if err := printInventory(c.OutOrStdout(), inv); err != nil {
+				return err
 			}
-			return printInventory(c.OutOrStdout(), inv)
+			printFound(c.OutOrStdout(), findings)
+			return nil
 		},
 	}
 	d.register(c.Flags())
@@ -131,12 +147,17 @@ func inventoryFlag(fs *pflag.FlagSet, file *string) {
 		"recorded inventory `file` (from gpu-agent inventory -o json) instead of this node's driver")
 }
 
+// errNoInventory explains that this node's driver could not be read.
+func errNoInventory(err error) error {
+	return fmt.Errorf("read this node's GPUs (or name a recorded inventory with --inventory): %w", err)
+}
+
 // inventoryFrom reads a recorded inventory. If file is empty, it reads this node's driver.
 func inventoryFrom(ctx context.Context, c console, d *driverFlags, file string) (*gpu.Inventory, error) {
 	if file == "" {
 		inv, err := readDriver(ctx, c, d)
 		if err != nil {
-			return nil, fmt.Errorf("read this node's GPUs (or name a recorded inventory with --inventory): %w", err)
+			return nil, errNoInventory(err)
 		}
 		return inv, nil
 	}

@@ -46,6 +46,10 @@ type planFlags struct {
 	stateDir  string
 	names     command.Domains
 	of        partitionFlags
+	// node is true for check --node.
+	node bool
+	// found is what the agent, or this command, has found on the node, beside a plan.
+	found func()
 	// flags are all flags of the command. asked is true once an agent has answered.
 	flags *pflag.FlagSet
 	asked bool
@@ -263,19 +267,32 @@ func (a *planFlags) from(c console, inv *gpu.Inventory, f *config.File, partitio
 func newCheck() *cobra.Command {
 	var a planFlags
 	c := &cobra.Command{
-		Use:   "check --config FILE",
-		Short: "check a partition file, for this node or an inventory",
+		Use:   "check --config FILE | --node",
+		Short: "check a partition file, for this node or an inventory; or what earlier owners have left on it",
 		Long: `Reads a partition file, or the manifest of a ConfigMap that has one, and checks each of
 its partitions, or the one of --partition, for this node or --inventory. The agent on this
 node answers, and names the holders that a partition would wait for; without one, and with
 --inventory, holders are not known. Mistakes go to standard error as file:line: reason, and
 the exit code is 5. A partition that fits and would wait for holders is not wrong. Neither
 is one that names only models which this node does not have, unless it is the one of
---partition, or the node's own.`,
-		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default",
-		RunE:    func(c *cobra.Command, _ []string) error { return a.check(c.Context(), consoleOf(c)) },
+--partition, or the node's own. Without --inventory it also prints what earlier owners have
+left on this node's GPUs.
+With --node it prints only that, with the commands that end it: before the DaemonSet is
+applied, and beside an agent. It reads and changes nothing. It judges by the partition of
+--config, and without one as for whole GPUs. The exit code is 4 if something of it keeps
+GPUs from being used.`,
+		Example: "gpu-agent check --config partitions.yaml --inventory node-1.json --partition default\n" +
+			"gpu-agent check --node",
+		RunE: func(c *cobra.Command, _ []string) error {
+			if a.node {
+				return a.checkNode(c.Context(), consoleOf(c))
+			}
+			return a.check(c.Context(), consoleOf(c))
+		},
 	}
 	a.register(c.Flags())
+	c.Flags().BoolVar(&a.node, "node", false, "print only what earlier owners have left on this node")
+	c.MarkFlagsMutuallyExclusive("node", "inventory")
 	completePartition(c)
 	return c
 }
@@ -310,6 +327,9 @@ func (a *planFlags) check(ctx context.Context, c console) error {
 			bad++
 		}
 	}
+	if a.found != nil {
+		a.found()
+	}
 	if elsewhere == len(plans) && elsewhere > 0 {
 		return invalid(fmt.Errorf("%s: no partition is for this node: all name models that it does not have", a.config))
 	}
@@ -338,11 +358,12 @@ func (a *planFlags) all(
 			return nil, invalid(fmt.Errorf("%s: the agent on this node does not take it", f.name))
 		}
 		plans = append(plans, answer.Plans...)
+		a.found = func() { printConditions(c.out, answer.Found) }
 	}
 	if len(plans) == len(names) {
 		return plans, nil
 	}
-	inv, err := inventoryFrom(ctx, c, &a.driver, a.inventory)
+	inv, err := a.inventoryAndFound(ctx, c, f.File)
 	if err != nil {
 		return nil, err
 	}
@@ -351,6 +372,20 @@ func (a *planFlags) all(
 		plans = append(plans, a.from(c, inv, f.File, partition))
 	}
 	return plans, nil
+}
+
+// inventoryAndFound returns the inventory that plans are made from. If it is this node's, it also
+// keeps what was found there.
+func (a *planFlags) inventoryAndFound(ctx context.Context, c console, f *config.File) (*gpu.Inventory, error) {
+	if a.inventory != "" {
+		return inventoryFrom(ctx, c, &a.driver, a.inventory)
+	}
+	inv, findings, err := look(ctx, c, &a.driver, a.modes(f))
+	if err != nil {
+		return nil, errNoInventory(err)
+	}
+	a.found = func() { printFound(c.out, findings) }
+	return inv, nil
 }
 
 // printFit prints whether a partition fits, and returns true if it does.

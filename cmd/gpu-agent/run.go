@@ -218,11 +218,18 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	if f.labels.node.Value == "nfd" {
 		d.worlds.Features = features(f.node.nfdDir)
 	}
+	proc := node.NewProc(f.driver.proc)
+	defer proc.Close()
+	d.worlds.Setups, d.worlds.PodOf = d.driver, func(pid int) string {
+		o, err := proc.Container(pid)
+		if err != nil {
+			return "" // it has ended, or is in no pod's container
+		}
+		return o.PodUID
+	}
 	plugins := d.newPlugins(f.node.kubeletDir)
 	d.worlds.Plugins = plugins
 	d.loop = agent.New(d.options, d.worlds)
-	proc := node.NewProc(f.driver.proc)
-	defer proc.Close()
 	d.watchdog = d.newWatchdog(&f.cap, proc)
 	if err := d.serve(ctx, f, plugins); err != nil && !errors.Is(err, context.Canceled) {
 		return err

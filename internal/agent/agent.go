@@ -152,6 +152,7 @@ func New(o Options, w Worlds) *Agent {
 	l := &loop{waker: waker, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
 		mail:       &mailbox{domain: o.Domain, wake: waker.wake, input: input{labelKnown: w.Cluster == nil}},
 		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
+		finder: newFinder(&o, &w),
 		ledger: ledger.New(waker.wake, time.Now)}
 	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
 	granted := func(c *ledger.Allocation) {

@@ -63,6 +63,7 @@ type outside struct {
 	sliceAsks int
 	figures   map[gpu.UUID]gpu.Health
 	hang      chan struct{} // if set, Inventory waits for it, or for its deadline
+	left      *leftBehind   // nil where nothing is looked for
 	letGo     bool
 	letGoErr  error
 	rounds    int
@@ -481,13 +482,17 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		files, store, leave = onDisk, kept, kept.Close
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
+	worlds := Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o}
+	if o.left != nil {
+		worlds.Setups, worlds.PodOf = o.left, o.left.podOf
+	}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
 		HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),
-	}, Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o})
+	}, worlds)
 	o.with(func() { o.agent = b.Agent })
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

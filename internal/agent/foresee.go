@@ -94,7 +94,7 @@ func (y *display) foresee(q status.Question) (status.Answer, error) {
 			"the agent asks the API server for them before it takes anything away"}
 	}
 	own, unset := y.choice(file)
-	var out status.Answer
+	out := status.Answer{Found: foundIn(snap.found)}
 	for _, name := range q.Partitions {
 		p := f.plan(file, name, q.Brief)
 		p.Own = unset == (status.Cause{}) && name == own

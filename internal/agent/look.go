@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -26,6 +27,8 @@ import (
 type reader struct {
 	driver Driver
 	health *health.Monitor
+	// setupWorld is nil if setups are not read.
+	setupWorld Setups
 	// faults is informed of each reading, after health.
 	faults healthListener
 	log    *slog.Logger
@@ -51,6 +54,7 @@ type reader struct {
 	letGo     string    // why the driver was let go; empty while it is not
 	letGoNext string    // why it will be let go once no job runs; empty otherwise
 	cards     cards     // of inv
+	setups    setups    // how the GPUs of inv are set
 }
 
 // healthListener is told of each reading, and tells the front-ends about the GPUs' health. faults
@@ -68,7 +72,7 @@ type healthListener interface {
 const firstEpoch = 1
 
 func newReader(o *Options, w *Worlds, monitor *health.Monitor, wake func()) *reader {
-	r := &reader{driver: w.Driver, health: monitor, log: o.Log, wake: wake, epoch: firstEpoch,
+	r := &reader{driver: w.Driver, setupWorld: w.Setups, health: monitor, log: o.Log, wake: wake, epoch: firstEpoch,
 		cards: cards{of: map[gpu.UUID]*mig.Card{}, profiles: map[gpu.UUID][]gpu.Profile{}}}
 	r.links = &links{driver: w.Driver, every: o.LinksEvery, changed: r.again}
 	if r.links.every <= 0 {
@@ -113,11 +117,14 @@ type reading struct {
 	began  time.Time
 	inv    gpu.Inventory
 	health map[gpu.UUID]health.GPUReading
+	setups setups
 	err    error
 }
 
-// read asks the driver for everything, for at most driverPatience. It runs beside the loop.
-func (r *reader) read(ctx context.Context) reading {
+// read asks the driver for everything, for at most driverPatience. It runs beside the loop. before
+// are the setups of the last reading, which are renewed more rarely than the rest: from world, if it
+// is not nil.
+func (r *reader) read(ctx context.Context, before setups, world Setups) reading {
 	began := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, driverPatience)
 	defer cancel()
@@ -141,6 +148,7 @@ func (r *reader) read(ctx context.Context) reading {
 			got.health[d.UUID] = health.GPUReading{Err: err}
 		}
 	}
+	got.setups = readSetups(ctx, world, &inv, before, began, r.log)
 	return got
 }
 
@@ -168,8 +176,14 @@ func (r *reader) look(ctx context.Context, unsettled func(u gpu.UUID, began time
 		r.stale.Store(false)
 		p := &pending{box: make(chan reading, 1)}
 		r.reading = p
+		before := r.setups
+		before.of = maps.Clone(before.of) // the loop may change its own
+		world := r.setupWorld
+		if !r.answered {
+			world = nil // the kubelet waits for the first offer; take makes a second reading follow
+		}
 		go func() {
-			if p.box <- r.read(ctx); p.late.Load() {
+			if p.box <- r.read(ctx, before, world); p.late.Load() {
 				r.wake()
 			}
 		}()
@@ -249,7 +263,10 @@ func (r *reader) take(got reading, unsettled func(gpu.UUID, time.Time) bool, now
 			}
 		}
 	}
-	r.inv = inv
+	r.inv, r.setups = inv, got.setups
+	if r.setupWorld != nil && r.setups.at.IsZero() {
+		r.again()
+	}
 	r.setTopology()
 	r.faults.setInventory(inv)
 	r.cards.follow(inv, r.log)

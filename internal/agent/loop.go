@@ -30,6 +30,7 @@ type loop struct {
 	layouts    *layouts
 	executor   *executor
 	slices     *timeSlices
+	finder     *finder
 	gates      *gatekeeper
 	offering   *offering
 	journal    *journal

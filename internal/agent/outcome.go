@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
@@ -55,6 +56,8 @@ type Snapshot struct {
 	// Conditions are the facts behind the outcome, and others.
 	Conditions []status.Condition
 	blocked    bool // true if a change waits for holders
+	// found is what earlier owners have left on the GPUs.
+	found []found.Finding
 	// lasting are the conditions that decide the state of any partition.
 	lasting []status.Condition
 	At      time.Time
@@ -197,7 +200,7 @@ func (r *reporter) finish(s *Snapshot, f *findings) {
 	s.inUse = len(r.ledger.Allocations()) > 0
 	changed := s.Outcome != old.Outcome || s.usable != old.usable || s.inUse != old.inUse ||
 		s.hardware.Inventory != old.hardware.Inventory || s.asked.Generation != old.asked.Generation ||
-		s.Heard != old.Heard || s.hardware.Hangs != old.hardware.Hangs ||
+		s.Heard != old.Heard || !sameFindings(s.found, old.found) || s.hardware.Hangs != old.hardware.Hangs ||
 		!slices.Equal(s.hardware.Verdicts, old.hardware.Verdicts)
 	ready, _ := readyCondition("", s, now)
 	was, _ := readyCondition("", old, now)

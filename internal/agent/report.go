@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/health"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/label"
@@ -107,6 +108,7 @@ func (h *announcer) setNode(n *agentkube.Node) {
 func (h *announcer) run(ctx context.Context) error {
 	var told Outcome
 	var sick []health.Verdict
+	var left []found.Finding
 	failing := false
 	pause := backOff(backOffMax)
 	for {
@@ -137,6 +139,10 @@ func (h *announcer) run(ctx context.Context) error {
 			if !slices.Equal(sick, snap.hardware.Verdicts) {
 				h.tellHealth(c, snap, sick)
 				sick = snap.hardware.Verdicts
+			}
+			if !sameFindings(left, snap.found) {
+				h.tellFound(c, snap.hardware.Inventory, left, snap.found)
+				left = snap.found
 			}
 			marks := agentkube.Marks{GuestAnnotations: snap.holdAnnotation(h.hold), Guests: guests, KeepLabels: !known,
 				Labels:      map[string]string{h.domain + "/" + StateLabel: string(snap.Outcome.State)},

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
@@ -23,6 +24,7 @@ type pass struct {
 	// postponed are the GPUs that keep their layouts with their devices withdrawn, because DRA
 	// claims may have been allocated devices of them.
 	postponed []gpu.UUID
+	found     []found.Finding
 }
 
 func (p *pass) fail(err error) { p.errs = append(p.errs, err) }
@@ -44,6 +46,8 @@ func (l *loop) round(ctx context.Context) error {
 		l.withdraw(ctx, p)
 		l.act(ctx, p)
 		l.setDriver(ctx, p)
+		p.found = l.finder.look(ctx, l.reader.inv, &l.reader.setups, l.layouts.now, l.others.theirs(),
+			l.ledger.Allocations(), l.reader.usable())
 		l.openGates(p)
 	}
 	return l.finish(p)
@@ -326,7 +330,10 @@ func (l *loop) finish(p *pass) error {
 	if l.reader.inv != nil {
 		s.basis = l.basis(p.allocations)
 	}
-	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory))
+	s.found = p.found
+	deciding, others := conditionsOf(p.found)
+	f.work = append(f.work, deciding...)
+	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory), others)
 	l.reporter.finish(s, f)
 	poke(l.waker.stirred)
 	for _, turn := range l.background.afterRound {

@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
@@ -112,11 +113,20 @@ func (y *display) show(at *scene) status.Status {
 		Allocations: len(at.allocations),
 		Hardware:    at.snap.hardware.Hangs,
 		Conditions:  at.snap.Conditions,
+		Found:       foundIn(at.snap.found),
 		Topology:    at.snap.hardware.Matrix,
 		Resources:   resourcesOf(y.plugins, at.snap.Unknown),
 		GPUs:        at.gpus(),
 	}
 	return s
+}
+
+// foundIn shows findings.
+func foundIn(findings []found.Finding) (out []status.Condition) {
+	for _, f := range findings {
+		out = append(out, f.Condition)
+	}
+	return out
 }
 
 // gpus shows the GPUs.

@@ -36,6 +36,11 @@ type Worlds struct {
 	DRA *DRA
 	// GPUNodes is nil if the agent writes no GPUNode.
 	GPUNodes GPUNodes
+	// Setups is nil if the agent does not look for what earlier owners have left.
+	Setups Setups
+	// PodOf returns the UID of the pod that a process belongs to; empty if it belongs to none, or
+	// that cannot be told. If it is nil, no process belongs to a pod.
+	PodOf func(pid int) string
 	// Lowering is nil if the scheduler learns of devices from the kubelet alone.
 	Lowering *Lowering
 	// Features is nil if labels are written to the Node and not through Node Feature Discovery.
@@ -77,6 +82,15 @@ type Driver interface {
 	// LetGo closes every handle, so that the driver can be unloaded. All later calls return an
 	// error that wraps gpu.ErrNoDriver.
 	LetGo() error
+}
+
+// Setups is how earlier owners have set the GPUs. pkg/gpu/nvml implements it.
+type Setups interface {
+	// Setup returns what can be read, also beside an error.
+	Setup(context.Context, gpu.UUID) (gpu.Setup, error)
+	Surroundings(context.Context) (gpu.Surroundings, error)
+	// ResetComputeMode sets a GPU's compute mode to DEFAULT.
+	ResetComputeMode(context.Context, gpu.UUID) error
 }
 
 // Files is the directory of CDI files. pkg/cdi/dir implements it.

@@ -35,7 +35,8 @@ var meanings = [...]string{
 	Blocked: "holders are in the way: `plan` names those that the partition would wait for (`blocked`), " +
 		"`cleanup` the pods that hold devices",
 	NotApplied: "of `plan`: the partition would be `pending` or `failed`: you must reset a GPU, " +
-		"the driver does not answer, or another program gives out a GPU",
+		"the driver does not answer, or another program gives out a GPU; " +
+		"of `check --node`: an earlier owner has left something that keeps GPUs from being used",
 	Invalid: "the partition file is wrong, or a partition does not fit these GPUs " +
 		"(`invalid`; of `check`, `failed` too): standard error has the lines",
 }

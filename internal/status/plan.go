@@ -264,4 +264,6 @@ const MostAsked = 64
 type Answer struct {
 	Mistakes []Mistake `json:"mistakes,omitempty"`
 	Plans    []Plan    `json:"plans,omitempty"`
+	// Found is as in Status.
+	Found []Condition `json:"found,omitempty"`
 }

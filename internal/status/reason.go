@@ -52,6 +52,26 @@ const (
 	ResetDue             Reason = "ResetDue"
 )
 
+// Reasons about what earlier owners have left on the node's GPUs. Package found has a row for each.
+const (
+	ComputeModeSet     Reason = "ComputeModeSet"
+	ComputeModeReset   Reason = "ComputeModeReset" // Event
+	FoundGone          Reason = "FoundGone"        // Event
+	RecoveryDue        Reason = "RecoveryDue"
+	FabricNotReady     Reason = "FabricNotReady"
+	DriverTooOld       Reason = "DriverTooOld"
+	ResetBlocked       Reason = "ResetBlocked"
+	MPSElsewhere       Reason = "MPSElsewhere"
+	MPSDaemonElsewhere Reason = "MPSDaemonElsewhere"
+	ECCPending         Reason = "ECCPending"
+	ECCOff             Reason = "ECCOff"
+	PersistenceOff     Reason = "PersistenceOff"
+	PowerCapped        Reason = "PowerCapped"
+	ClocksLowered      Reason = "ClocksLowered"
+	AccountingOn       Reason = "AccountingOn"
+	ModesetOn          Reason = "ModesetOn"
+)
+
 // Reasons about holders.
 const (
 	HeldByPods  Reason = "HeldByPods"

@@ -62,6 +62,15 @@ func (s *Status) notes() []note {
 			all = append(all, note{Tone: "warn", Text: p.Reason})
 		}
 	}
+	for _, c := range s.Found {
+		switch c.Type {
+		case Noted:
+			all = append(all, note{Tone: "warn", Text: string(c.Reason) + ": " + c.Message})
+		case Unhealthy:
+			all = append(all, note{Tone: "bad", Text: string(c.Reason) + ": " + c.Message})
+		case Invalid, Failed, Refused, Blocked, Pending, Waiting, Leaving: // the partition's message has it
+		}
+	}
 	if s.Topology != nil {
 		for _, w := range s.Topology.Weak {
 			all = append(all, note{Tone: "warn", Text: w})

@@ -27,6 +27,9 @@ type Status struct {
 	Hardware string `json:"hardware,omitempty"`
 	// Conditions are the facts that the rest follows from, the gravest first.
 	Conditions []Condition `json:"conditions,omitempty"`
+	// Found is what earlier owners have left on the GPUs, the gravest first. Conditions has the
+	// same facts.
+	Found []Condition `json:"found,omitempty"`
 	// Resources are the resources that the node serves to the kubelet, by name.
 	Resources []Resource `json:"resources,omitempty"`
 	// SaturationPercent is the part of the GPUs' memory that is not free: held, or out of

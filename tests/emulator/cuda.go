@@ -105,7 +105,8 @@ func (w *World) ResetPeak(index int) error {
 // Charge changes, by so many bytes, what the process has on a GPU or a MIG device; it is what
 // all calls of the CUDA driver come to that take or give memory back. The
 // library has rounded to what the hardware allocates. It answers OutOfMemory
-// where the card has no room or a cgroup's limit is reached, and ResetRequired on a GPU that takes no new work.
+// where the card has no room or a cgroup's limit is reached, ResetRequired on a GPU that takes no new work, and
+// InUse where the compute mode lets this process not compute.
 func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 	_, r := about(s, call, h, 0, func(t target) (struct{}, Return) {
 		w, g, at := s.p.w, t.g, t.place()
@@ -119,6 +120,8 @@ func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 			return struct{}{}, NotSupported // of a GPU in MIG mode only instances can be used
 		case g.health.Recovery == RecoveryReset:
 			return struct{}{}, ResetRequired
+		case !w.admitsLocked(g, s.p):
+			return struct{}{}, InUse
 		}
 		if uint64(bytes) > w.freeLocked(t) {
 			w.buryLocked()

@@ -134,6 +134,8 @@ func (w *World) freshLocked(g *gpu, kept bool) {
 		h.Recovery = RecoveryNone
 	}
 	g.timeSlice = TimeSliceDefault
+	g.ecc = g.setup.ECCPending
+	g.setup = freshSetup(g.ecc, g.setup.Persistence)
 	g.pruneLocked(func(*limit) bool { return true })
 	g.dmemMin = nil
 }
@@ -197,9 +199,13 @@ const (
 	locations
 )
 
-// ECCMode says whether ECC is on. It can be turned by no call.
-func (s *Session) ECCMode(h Handle) (bool, Return) {
-	return device(s, "nvmlDeviceGetEccMode", h, func(g *gpu) (bool, Return) { return g.ecc, Success })
+// ECCMode says whether ECC is on, and whether it is after the next reset. It can be turned
+// by no call.
+func (s *Session) ECCMode(h Handle) (on, pending bool, r Return) {
+	m, r := device(s, "nvmlDeviceGetEccMode", h, func(g *gpu) ([2]bool, Return) {
+		return [2]bool{g.ecc, g.setup.ECCPending}, Success
+	})
+	return m[0], m[1], r
 }
 
 // ECCErrors counts errors of a GPU's memory. Without ECC nothing counts them.
@@ -386,8 +392,10 @@ func (w *World) fieldLocked(g *gpu, id uint32) Field {
 		return Field{Type: fieldUint, Value: uint64(v)}
 	}
 	switch id {
-	case 1, 2:
+	case 1:
 		return number(true, bit(g.ecc))
+	case 2:
+		return number(true, bit(g.setup.ECCPending))
 	case 29:
 		return number(!g.remaps(), h.RetiredSingle)
 	case 30:

@@ -3,6 +3,7 @@
 package emulator
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 )
@@ -383,12 +384,12 @@ type Fabric struct {
 // Fabric reads a GPU's part in a fabric, which a machine without a fabric manager
 // does not have.
 func (s *Session) Fabric(h Handle) (Fabric, Return) {
-	return device(s, "nvmlDeviceGetGpuFabricInfoV", h, func(*gpu) (Fabric, Return) {
+	return device(s, "nvmlDeviceGetGpuFabricInfoV", h, func(g *gpu) (Fabric, Return) {
 		f := s.p.w.board.fabric
 		if f == nil {
 			return Fabric{}, NotSupported
 		}
-		state := fabricStates[f.State]
+		state := fabricStates[cmp.Or(g.setup.Fabric, f.State)]
 		if state != fabricStates["completed"] {
 			return Fabric{State: state}, Success
 		}

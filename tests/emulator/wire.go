@@ -410,19 +410,16 @@ var calls = map[string]call{
 	"nvmlDeviceGetMPSComputeRunningProcesses_v2": processes(MPS),
 	"nvmlDeviceGetMPSComputeRunningProcesses_v3": processes(MPS),
 
-	// An idle card of the data centre: no display, compute mode default, driver
-	// kept loaded.
-	"nvmlDeviceGetPersistenceMode":    constant(1),
+	// A card of the data centre: no display.
 	"nvmlDeviceGetDisplayMode":        constant(0),
 	"nvmlDeviceGetDisplayActive":      constant(0),
-	"nvmlDeviceGetComputeMode":        constant(0),
 	"nvmlDeviceGetDefaultEccMode":     constant(1),
 	"nvmlDeviceGetMultiGpuBoard":      constant(0),
 	"nvmlDeviceGetVirtualizationMode": constant(0),
 
 	"nvmlDeviceGetEccMode": {static: true, serve: func(s *Session, f *frame) Return {
-		on, r := s.ECCMode(f.handle)
-		return put(bit(on), r, func(v uint32) { f.putU32(v, v) })
+		on, pending, r := s.ECCMode(f.handle)
+		return put(bit(on), r, func(v uint32) { f.putU32(v, bit(pending)) })
 	}},
 	"nvmlDeviceGetTotalEccErrors": {serve: func(s *Session, f *frame) Return {
 		n, r := s.ECCErrors(f.handle, ErrorType(f.u32()), Counter(f.u32()))
@@ -557,6 +554,7 @@ func init() {
 	maps.Copy(calls, cudaCalls)
 	maps.Copy(calls, limitCalls)
 	maps.Copy(calls, migCalls)
+	maps.Copy(calls, setupCalls)
 }
 
 func bit(b bool) uint32 {

@@ -88,6 +88,7 @@ type gpu struct {
 	unplugged bool
 	health    Health
 	timeSlice TimeSlice
+	setup     Setup
 	mig       mig
 }
 
@@ -248,6 +249,7 @@ func newGPU(spec Spec, index int) (*gpu, error) {
 		return nil, fmt.Errorf("GPU %d: model %s cannot do MIG", index, name)
 	}
 	g.mig.on, g.mig.pending = o.MIG, o.MIG
+	g.setup = freshSetup(g.ecc, true)
 	if g.uuid == "" {
 		g.uuid = uuid(spec.Seed, index)
 	}
@@ -547,6 +549,7 @@ type GPUState struct {
 	Unplugged   bool   `json:"unplugged"`
 	ECC         bool   `json:"ecc"`
 	Health      Health `json:"health"`
+	Setup       Setup  `json:"setup"`
 	// MIG is nil where the card cannot do it.
 	MIG *MIGState `json:"mig,omitempty"`
 }
@@ -576,7 +579,7 @@ func (w *World) State() State {
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
 			PCI: g.pci.String(), PCIDevice: PCIID(g.pci.DeviceID), Subsystem: PCIID(g.pci.SubsystemID),
 			Model: g.Name, MemoryMiB: g.MemoryMiB, ReservedMiB: g.ReservedMiB, UsedMiB: w.usedLocked(g) >> 20, PeakMiB: g.peak >> 20,
-			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health,
+			NUMA: g.numa, TimeSlice: g.timeSlice.String(), Lost: g.lost, Unplugged: g.unplugged, ECC: g.ecc, Health: g.health, Setup: g.setup,
 			MIG: w.migStateLocked(g, s.Processes),
 		})
 	}

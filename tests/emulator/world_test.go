@@ -188,6 +188,7 @@ gpus:
 	want(t, "GPU 1", got, emulator.GPUState{
 		Index: 1, Minor: 9, UUID: "GPU-x", PCI: "00000001:0A:1F.0", PCIDevice: 0x20B710DE, Subsystem: 0x153210DE,
 		Model: "NVIDIA A30", MemoryMiB: 5000, ReservedMiB: 100, NUMA: -1, TimeSlice: "default", Lost: true, ECC: true,
+		Setup: emulator.Setup{Persistence: true, ECCPending: true, PowerMilliwatts: emulator.PowerDefault, ClockMHz: emulator.ClockDefault},
 	})
 	want(t, "driver", w.State().Driver, "570.1.2")
 }

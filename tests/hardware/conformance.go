@@ -62,6 +62,7 @@ func Conformance(t *testing.T, opts nvml.Options, caps Caps) {
 	t.Run("Capabilities", func(t *testing.T) { capabilities(t, opts) })
 	t.Run("Memory", func(t *testing.T) { memory(t, opts) })
 	t.Run("Health", func(t *testing.T) { health(t, opts) })
+	t.Run("Setup", func(t *testing.T) { setup(t, opts) })
 	t.Run("Processes", func(t *testing.T) { processes(t, opts, caps) })
 	t.Run("Utilization", func(t *testing.T) { utilization(t, opts, caps) })
 	t.Run("EventsEnd", func(t *testing.T) { eventsEnd(t, opts) })
@@ -335,6 +336,37 @@ func health(t *testing.T, opts nvml.Options) {
 		}
 		t.Logf("%s: uncorrected errors %s, remapping pending %v failed %v, retirement pending %v, recovery %q",
 			dev.UUID, count, h.Remap != nil && h.Remap.Pending, h.Remap != nil && h.Remap.Failed, h.RetirePending, h.Recovery)
+	}
+}
+
+// setup is how earlier owners have set each GPU: readable, of the values that are known, and
+// nothing of it changes by being read.
+func setup(t *testing.T, opts nvml.Options) {
+	d := Open(t, opts)
+	for _, dev := range read(t, d).GPUs {
+		if dev.Fault != "" {
+			continue
+		}
+		s, err := d.Setup(wait(t), dev.UUID)
+		if err != nil {
+			t.Errorf("%s: %v", dev.UUID, err)
+		}
+		if strings.Contains(string(s.Compute), "mode") || dev.MIG.Enabled && s.Compute != gpu.ComputeUnknown {
+			t.Errorf("%s: compute mode %q, with MIG mode %v", dev.UUID, s.Compute, dev.MIG.Enabled)
+		}
+		if (s.ECC == nil) != (s.ECCPending == nil) {
+			t.Errorf("%s: ECC is %v, and will be %v: want both or neither", dev.UUID, s.ECC, s.ECCPending)
+		}
+		if h, err := d.Health(wait(t), dev.UUID); err != nil || h.Recovery != s.Recovery {
+			t.Errorf("%s: recovery %q, of its health %q, %v", dev.UUID, s.Recovery, h.Recovery, err)
+		}
+		again, err := d.Setup(wait(t), dev.UUID)
+		s.Processes, again.Processes = nil, nil // these come and go
+		s.ClockHeld, again.ClockHeld = false, false
+		if err != nil || !reflect.DeepEqual(s, again) {
+			t.Errorf("%s: read again it is\n%+v, %v, before\n%+v", dev.UUID, again, err, s)
+		}
+		t.Logf("%s: compute mode %q, power %+v, clock %+v, fabric %q", dev.UUID, s.Compute, s.Power, s.Clock, s.Fabric)
 	}
 }
 

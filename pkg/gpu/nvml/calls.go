@@ -120,6 +120,27 @@ var (
 	nvmlDeviceGetFieldValues = optionalNewer("nvmlDeviceGetFieldValues",
 		"the recovery that the driver asks for, and how fast NVLinks are")
 
+	nvmlDeviceGetComputeMode = optionalNewer("nvmlDeviceGetComputeMode",
+		"how many processes may compute on the GPU")
+	nvmlDeviceGetPersistenceMode = optionalNewer("nvmlDeviceGetPersistenceMode",
+		"whether the driver keeps the GPU initialised")
+	nvmlDeviceGetAccountingMode = optionalNewer("nvmlDeviceGetAccountingMode",
+		"whether the driver keeps figures of ended processes")
+	nvmlDeviceGetEccMode        = optionalNewer("nvmlDeviceGetEccMode", "whether ECC is on, and will be")
+	nvmlDeviceGetDefaultEccMode = optionalNewer("nvmlDeviceGetDefaultEccMode", "whether ECC is on in a new card")
+	nvmlDeviceGetPowerLimit     = optionalNewer("nvmlDeviceGetPowerManagementLimit", "the power limit")
+	// Without one of two, it stays unknown whether the other was lowered.
+	nvmlDeviceGetPowerDefault = optionalNewer("nvmlDeviceGetPowerManagementDefaultLimit",
+		"the power limit of a card that no program has changed")
+	nvmlDeviceGetApplicationsClock = optionalNewer("nvmlDeviceGetApplicationsClock", "the clock of applications")
+	nvmlDeviceGetDefaultClock      = optionalNewer("nvmlDeviceGetDefaultApplicationsClock",
+		"the clock of a card that no program has changed")
+	// Later drivers have it as nvmlDeviceGetCurrentClocksEventReasons as well.
+	nvmlDeviceGetClocksReasons = optionalNewer("nvmlDeviceGetCurrentClocksThrottleReasons",
+		"whether a clock that was set slows the GPU down")
+	nvmlDeviceGetClockInfo   = optionalNewer("nvmlDeviceGetClockInfo", "the same")
+	nvmlDeviceSetComputeMode = vitalNewer("nvmlDeviceSetComputeMode", theChange)
+
 	nvmlEventSetCreate = optional("nvmlEventSetCreate",
 		"errors as they happen: they are seen at the next reading")
 	nvmlEventSetWait                 = optional("nvmlEventSetWait_v2", "errors as they happen")

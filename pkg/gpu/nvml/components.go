@@ -165,6 +165,18 @@ type Readings interface {
 	// Errors: gpu.ErrLost for a GPU that fell off the bus or needs a reset, gpu.ErrNotFound for a
 	// UUID that the driver does not know.
 	Health(ctx context.Context, u gpu.UUID) (gpu.Health, error)
+	// Setup reads how earlier owners have set a GPU, and which processes the driver lists on it.
+	// It makes some 15 calls. What the card or the driver does not have stays zero. If some
+	// figures cannot be read, the result has the others beside the error, which is as Health's.
+	Setup(ctx context.Context, u gpu.UUID) (gpu.Setup, error)
+	// Surroundings reads /proc and /sys, and makes no call of the library: a file for each process
+	// of the node.
+	Surroundings() gpu.Surroundings
+	// Clients returns the processes, other than this one, that have the device node of a GPU with
+	// this minor number open, by PID: monitors too, which the driver does not list. It reads the
+	// descriptors of all processes of the node. Processes outside the agent's PID namespace are
+	// left out.
+	Clients(minor int) []gpu.Client
 }
 
 // Survey reads which GPUs there are, and how they are connected.
@@ -261,6 +273,10 @@ type Modes interface {
 	// or the card cannot set a time slice; gpu.ErrNotFound for a UUID that it does not know;
 	// gpu.ErrInvalid for a value that is not a time slice; gpu.ErrTimeout if ctx ends first.
 	SetTimeSlice(ctx context.Context, u gpu.UUID, slice gpu.TimeSlice) error
+	// ResetComputeMode sets a GPU's compute mode to DEFAULT, so that any number of processes can
+	// compute on it. Those that compute go on. The errors wrap gpu.ErrNotSupported in MIG mode, and
+	// gpu.ErrNoPermission without root.
+	ResetComputeMode(ctx context.Context, u gpu.UUID) error
 }
 
 // Limits are the driver's own memory limits, for cgroups.

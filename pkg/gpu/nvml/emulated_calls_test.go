@@ -36,6 +36,19 @@ var vanishes = map[string]func(*gpu.Device, *gpu.Health){
 			d.Links[i].LaneMBps = 0
 		}
 	},
+	// Of the setup; see TestSetupWithoutAFunction.
+	"nvmlDeviceGetComputeMode":                  nil,
+	"nvmlDeviceGetPersistenceMode":              nil,
+	"nvmlDeviceGetAccountingMode":               nil,
+	"nvmlDeviceGetEccMode":                      nil,
+	"nvmlDeviceGetPowerManagementLimit":         nil,
+	"nvmlDeviceGetPowerManagementDefaultLimit":  nil,
+	"nvmlDeviceGetApplicationsClock":            nil,
+	"nvmlDeviceGetDefaultApplicationsClock":     nil,
+	"nvmlDeviceGetCurrentClocksThrottleReasons": nil,
+	"nvmlDeviceGetDefaultEccMode":               nil,
+	"nvmlDeviceGetClockInfo":                    nil,
+
 	"nvmlEventSetCreate":                  nil,
 	"nvmlEventSetWait_v2":                 nil,
 	"nvmlEventSetFree":                    nil,
@@ -275,6 +288,9 @@ func TestVitalFunctions(t *testing.T) {
 				note(d.SetMemoryLimit(wait(t), u, cgroup, 1<<30))
 				_, err := d.MemoryLimit(wait(t), u, cgroup)
 				note(err)
+			}
+			if symbol == "nvmlDeviceSetComputeMode" {
+				note(d.ResetComputeMode(wait(t), u))
 			}
 			if (said == "") != (symbol == "") || !names(said, symbol) {
 				t.Errorf("without %q the errors on GPU %d are %q", symbol, i, said)

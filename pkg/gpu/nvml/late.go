@@ -125,6 +125,23 @@ func (l *Late) Health(ctx context.Context, u gpu.UUID) (gpu.Health, error) {
 	return timed(ctx, l, "health", func(d *Driver) (gpu.Health, error) { return d.Health(ctx, u) })
 }
 
+func (l *Late) Setup(ctx context.Context, u gpu.UUID) (gpu.Setup, error) {
+	return timed(ctx, l, "setup", func(d *Driver) (gpu.Setup, error) { return d.Setup(ctx, u) })
+}
+
+// Surroundings reads the kernel, not the driver's library, so it is not timed.
+func (l *Late) Surroundings(ctx context.Context) (gpu.Surroundings, error) {
+	d, err := l.get(ctx)
+	if err != nil {
+		return gpu.Surroundings{}, err
+	}
+	return d.Surroundings(), nil
+}
+
+func (l *Late) ResetComputeMode(ctx context.Context, u gpu.UUID) error {
+	return done(ctx, l, "reset_compute_mode", func(d *Driver) error { return d.ResetComputeMode(ctx, u) })
+}
+
 func (l *Late) Parts(ctx context.Context) (cdi.Parts, error) {
 	return timed(ctx, l, "parts", func(d *Driver) (cdi.Parts, error) { return d.Parts(ctx) })
 }

@@ -371,33 +371,40 @@ func (own *nvlinks) joined(self int, gpus []gpu.Device) []gpu.Link {
 // none. A machine of 8 GPUs with its own switches reports the UUID zero, which is no fabric. If
 // the driver cannot answer now, fabric returns before.
 func (r *linkReader) fabric(h nvml.Device, before *gpu.Fabric) *gpu.Fabric {
-	var state uint8
-	var status, clique uint32
-	var cluster [16]uint8
-	var told bool
-	var err error
-	const what = "read the NVLink fabric"
-	switch {
-	case r.has(nvmlDeviceGetGpuFabricInfoV): // its first version is V2
-		info, ret := h.GetGpuFabricInfoV().V2()
-		told, err = nvmlDeviceGetGpuFabricInfoV.told(what, ret)
-		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
-	case r.has(nvmlDeviceGetGpuFabricInfo):
-		info, ret := h.GetGpuFabricInfo()
-		told, err = nvmlDeviceGetGpuFabricInfo.told(what, ret)
-		state, status, clique, cluster = info.State, info.Status, info.CliqueId, info.ClusterUuid
-	default:
-		return nil
-	}
+	info, told, err := r.fabricInfo(h)
 	switch {
 	case err != nil:
 		return before
 	case !told:
 		return nil
-	case state != nvml.GPU_FABRIC_STATE_COMPLETED || nvml.Return(status) != nvml.SUCCESS || cluster == [16]uint8{}:
+	case info.state != nvml.GPU_FABRIC_STATE_COMPLETED || info.status != nvml.SUCCESS || info.cluster == [16]uint8{}:
 		return nil
 	}
-	x := hex.EncodeToString(cluster[:])
+	x := hex.EncodeToString(info.cluster[:])
 	id := fmt.Sprintf("%s-%s-%s-%s-%s", x[:8], x[8:12], x[12:16], x[16:20], x[20:])
-	return &gpu.Fabric{Cluster: id, Clique: clique}
+	return &gpu.Fabric{Cluster: id, Clique: info.clique}
+}
+
+// fabricInfo is what the driver reports of a GPU's NVLink fabric.
+type fabricInfo struct {
+	state   uint8
+	status  nvml.Return
+	clique  uint32
+	cluster [16]uint8
+}
+
+// fabricInfo reads it. told is false if the driver does not support it.
+func (s *session) fabricInfo(h nvml.Device) (f fabricInfo, told bool, err error) {
+	const what = "read the NVLink fabric"
+	switch {
+	case s.has(nvmlDeviceGetGpuFabricInfoV): // its first version is V2
+		info, ret := h.GetGpuFabricInfoV().V2()
+		told, err = nvmlDeviceGetGpuFabricInfoV.told(what, ret)
+		f = fabricInfo{info.State, nvml.Return(info.Status), info.CliqueId, info.ClusterUuid}
+	case s.has(nvmlDeviceGetGpuFabricInfo):
+		info, ret := h.GetGpuFabricInfo()
+		told, err = nvmlDeviceGetGpuFabricInfo.told(what, ret)
+		f = fabricInfo{info.State, nvml.Return(info.Status), info.CliqueId, info.ClusterUuid}
+	}
+	return f, told, err
 }

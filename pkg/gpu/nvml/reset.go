@@ -122,28 +122,16 @@ func resetMeaning(status int, said string) error {
 // reset too.
 func (m *modes) clients(minor int) string {
 	const unseen = "end the processes that have it open"
-	if minor < 0 {
+	pids, path := m.holders(minor)
+	if path == "" {
 		return unseen
-	}
-	var node unix.Stat_t
-	path := filepath.Join(m.opts.devDir(), fmt.Sprintf("nvidia%d", minor))
-	if err := unix.Stat(path, &node); err != nil || node.Mode&unix.S_IFMT != unix.S_IFCHR {
-		return unseen
-	}
-	var pids []int
-	for _, name := range names(m.opts.ProcRoot) {
-		if pid, err := strconv.Atoi(name); err == nil && pid != os.Getpid() && m.hasOpen(name, node.Rdev) {
-			pids = append(pids, pid)
-		}
 	}
 	if len(pids) == 0 {
 		return unseen + "; the agent sees none of them (hostPID, --proc-root)"
 	}
-	slices.Sort(pids)
 	var named []string
 	for _, pid := range pids {
-		comm, _ := os.ReadFile(filepath.Join(m.opts.ProcRoot, strconv.Itoa(pid), "comm"))
-		named = append(named, fmt.Sprintf("%d (%s)", pid, strings.TrimSpace(string(comm))))
+		named = append(named, fmt.Sprintf("%d (%s)", pid, m.nameOf(pid)))
 	}
 	if more := len(named) - mostClients; more > 0 {
 		named = append(named[:mostClients], fmt.Sprintf("and %d more", more))
@@ -151,9 +139,29 @@ func (m *modes) clients(minor int) string {
 	return fmt.Sprintf("%s is open in %s: end them", path, strings.Join(named, ", "))
 }
 
+// holders returns the processes, other than this one, that have the node of a GPU open, and the
+// node's path. They are sorted. The path is empty if the node cannot be found.
+func (s *session) holders(minor int) (pids []int, path string) {
+	if minor < 0 {
+		return nil, ""
+	}
+	var node unix.Stat_t
+	path = filepath.Join(s.opts.devDir(), fmt.Sprintf("nvidia%d", minor))
+	if err := unix.Stat(path, &node); err != nil || node.Mode&unix.S_IFMT != unix.S_IFCHR {
+		return nil, ""
+	}
+	for _, name := range names(s.opts.ProcRoot) {
+		if pid, err := strconv.Atoi(name); err == nil && pid != os.Getpid() && s.hasOpen(name, node.Rdev) {
+			pids = append(pids, pid)
+		}
+	}
+	slices.Sort(pids)
+	return pids, path
+}
+
 // hasOpen reports whether a process has a device open.
-func (m *modes) hasOpen(pid string, device uint64) bool {
-	dir := filepath.Join(m.opts.ProcRoot, pid, "fd")
+func (s *session) hasOpen(pid string, device uint64) bool {
+	dir := filepath.Join(s.opts.ProcRoot, pid, "fd")
 	for _, fd := range names(dir) {
 		file := filepath.Join(dir, fd)
 		// Most descriptors are not of the driver's devices, and reading the link is cheaper than

@@ -31,6 +31,7 @@ type command struct {
 	Link    int               `json:"link,omitempty"`
 	Force   bool              `json:"force,omitempty"`
 	Health  *emulator.Health  `json:"health,omitempty"`
+	Setup   *emulator.Setup   `json:"setup,omitempty"`
 	PID     int               `json:"pid,omitempty"`
 	Fault   *emulator.Fault   `json:"fault,omitempty"`
 	Process *emulator.Process `json:"process,omitempty"`
@@ -94,6 +95,11 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 			return r, errors.New("health: none given")
 		}
 		err = w.SetHealth(c.GPU, *c.Health)
+	case "setup":
+		if c.Setup == nil {
+			return r, errors.New("setup: none given")
+		}
+		err = w.SetSetup(c.GPU, *c.Setup)
 	case "lose":
 		err = w.Lose(c.GPU)
 	case "restore":
@@ -283,6 +289,11 @@ func (c *Client) PeakUsed(gpu int, reset bool) (uint64, error) {
 // SetHealth makes a GPU's health whatever a test needs.
 func (c *Client) SetHealth(gpu int, h emulator.Health) error {
 	return c.just(command{Op: "health", GPU: gpu, Health: &h})
+}
+
+// SetSetup makes a GPU's setup whatever a test needs.
+func (c *Client) SetSetup(gpu int, s emulator.Setup) error {
+	return c.just(command{Op: "setup", GPU: gpu, Setup: &s})
 }
 
 // Lose drops a GPU off the bus, with Xid 79.

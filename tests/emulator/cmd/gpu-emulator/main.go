@@ -56,6 +56,7 @@ on a running world (all take --socket PATH):
                                           that such a fault comes with (48, 63, 64, 79, 94, 95), but for --bare; with
                                           the UUID of a MIG device the Xid alone, on its instances
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
+  setup --gpu I JSON                      change what an earlier owner would have set, as show prints it: '{"compute": "exclusive-process"}'
   peak [--reset] I                        the most bytes that processes had on the GPU together, since the last reset
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
   link --gpu I [--link N] down|up         an NVLink of the GPU, at both of its ends, or all of them; no Xid comes with it
@@ -121,7 +122,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "peak", "xid", "health", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "reboot",
+	case "show", "calls", "peak", "xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "reboot",
 		"unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
@@ -389,7 +390,7 @@ func control(name string, args []string, out io.Writer) error {
 		}
 	case "reboot":
 		f.BoolVar(&force, "force", false, "also if processes use the driver, which end")
-	case "xid", "health", "lose", "restore", "link", "reset", "mig", "unplug", "plug":
+	case "xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "unplug", "plug":
 		f.StringVar(&gpu, "gpu", "", "GPU")
 		if name == "link" {
 			f.IntVar(&lane, "link", -1, "number of the link; default: all")
@@ -423,7 +424,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1, "health": 1, "peak": 1, "mig": 1, "link": 1}[name]; len(rest) != want {
+	if want := map[string]int{"xid": 1, "health": 1, "setup": 1, "peak": 1, "mig": 1, "link": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -444,7 +445,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if slices.Contains([]string{"xid", "health", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
+	} else if slices.Contains([]string{"xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -492,7 +493,9 @@ func control(name string, args []string, out io.Writer) error {
 		}
 		return c.Xid(*index, xid)
 	case "health":
-		return setHealth(c, *index, rest[0])
+		return change(c, name, *index, rest[0], func(g *emulator.GPUState) *emulator.Health { return &g.Health }, c.SetHealth)
+	case "setup":
+		return change(c, name, *index, rest[0], func(g *emulator.GPUState) *emulator.Setup { return &g.Setup }, c.SetSetup)
 	case "lose":
 		return c.Lose(*index)
 	case "restore":
@@ -537,22 +540,22 @@ func control(name string, args []string, out io.Writer) error {
 	return c.Inject(fault)
 }
 
-// setHealth changes the figures that text names, and no other.
-func setHealth(c *daemon.Client, index int, text string) error {
+// change changes the figures of a GPU that text names, and no other.
+func change[T any](c *daemon.Client, name string, index int, text string, of func(*emulator.GPUState) *T, set func(int, T) error) error {
 	st, err := c.State()
 	if err != nil {
 		return err
 	}
 	if index < 0 || index >= len(st.GPUs) {
-		return fmt.Errorf("health: no GPU %d", index)
+		return fmt.Errorf("%s: no GPU %d", name, index)
 	}
-	h := st.GPUs[index].Health
+	figures := of(&st.GPUs[index])
 	dec := json.NewDecoder(strings.NewReader(text))
 	dec.DisallowUnknownFields()
-	if err := dec.Decode(&h); err != nil {
-		return fmt.Errorf("health: %q: %w", text, err)
+	if err := dec.Decode(figures); err != nil {
+		return fmt.Errorf("%s: %q: %w", name, text, err)
 	}
-	return c.SetHealth(index, h)
+	return set(index, *figures)
 }
 
 func printCalls(out io.Writer, list []emulator.CallCount, total, asJSON bool) error {

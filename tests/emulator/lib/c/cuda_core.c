@@ -51,6 +51,7 @@ static CUresult translate(int nvml)
     case 9: return CUDA_ERROR_NO_DEVICE;
     case 15: return CUDA_ERROR_UNKNOWN; /* off the bus: nothing more specific comes back */
     case 16: return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    case 19: return CUDA_ERROR_DEVICE_UNAVAILABLE; /* by the compute mode */
     case 18: return CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
     case 20: return CUDA_ERROR_OUT_OF_MEMORY;
     case 23: return CUDA_ERROR_OPERATING_SYSTEM;

@@ -234,6 +234,37 @@ nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t d, nvmlEnableState_t *mod
 nvmlReturn_t nvmlDeviceGetDisplayMode(nvmlDevice_t d, nvmlEnableState_t *mode) { return ask_u32(__func__, device_number(d), (unsigned int *)mode); }
 nvmlReturn_t nvmlDeviceGetDisplayActive(nvmlDevice_t d, nvmlEnableState_t *on) { return ask_u32(__func__, device_number(d), (unsigned int *)on); }
 nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t d, nvmlComputeMode_t *mode) { return ask_u32(__func__, device_number(d), (unsigned int *)mode); }
+
+nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t d, nvmlComputeMode_t mode)
+{
+    struct call c;
+    begin(&c, __func__, device_number(d));
+    put_u32(&c, mode);
+    return send_call(&c);
+}
+
+nvmlReturn_t nvmlDeviceGetAccountingMode(nvmlDevice_t d, nvmlEnableState_t *mode) { return ask_u32(__func__, device_number(d), (unsigned int *)mode); }
+nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t d, unsigned int *limit) { return ask_u32(__func__, device_number(d), limit); }
+nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t d, unsigned int *limit) { return ask_u32(__func__, device_number(d), limit); }
+nvmlReturn_t nvmlDeviceGetApplicationsClock(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
+nvmlReturn_t nvmlDeviceGetDefaultApplicationsClock(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
+
+nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }
+
+static nvmlReturn_t clock_reasons(const char *name, nvmlDevice_t d, unsigned long long *reasons)
+{
+    NEED(reasons);
+    struct call c;
+    begin(&c, name, device_number(d));
+    nvmlReturn_t r = send_call(&c);
+    if (r == NVML_SUCCESS)
+        *reasons = get_u64(&c);
+    return r;
+}
+
+nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t d, unsigned long long *reasons) { return clock_reasons(__func__, d, reasons); }
+nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t d, unsigned long long *reasons) { return clock_reasons(__func__, d, reasons); }
+
 nvmlReturn_t nvmlDeviceGetDefaultEccMode(nvmlDevice_t d, nvmlEnableState_t *mode) { return ask_u32(__func__, device_number(d), (unsigned int *)mode); }
 
 nvmlReturn_t nvmlDeviceGetVirtualizationMode(nvmlDevice_t d, nvmlGpuVirtualizationMode_t *mode)

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+func (r *readings) Setup(ctx context.Context, u gpu.UUID) (gpu.Setup, error) {
+	s, err := ask(ctx, r.session, "read how it is set:", u, r.setup)
+	for i := range s.Processes { // the kernel, not the driver, knows the names
+		s.Processes[i].Name = r.nameOf(s.Processes[i].PID)
+	}
+	return s, err
+}
+
+// setup reads all figures. One that fails leaves the others as they are.
+func (r *readings) setup(h nvml.Device) (s gpu.Setup, err error) {
+	var errs []error
+	// read makes a call if the library has its function. use gets the answer, if there is one.
+	read := func(f *function, what string, call func() nvml.Return, use func()) {
+		if !r.has(f) {
+			return
+		}
+		told, err := f.told(what, call())
+		if told {
+			use()
+		}
+		errs = append(errs, err)
+	}
+	var ret nvml.Return
+	var mode nvml.ComputeMode
+	read(nvmlDeviceGetComputeMode, "compute mode", func() nvml.Return {
+		// In MIG mode each instance has a mode of its own, and drivers refuse the GPU's handle.
+		if mode, ret = h.GetComputeMode(); ret == nvml.ERROR_INVALID_ARGUMENT {
+			ret = nvml.ERROR_NOT_SUPPORTED
+		}
+		return ret
+	}, func() { s.Compute = computeMode(mode) })
+	var on, pending nvml.EnableState
+	read(nvmlDeviceGetPersistenceMode, "persistence mode", func() nvml.Return {
+		on, ret = h.GetPersistenceMode()
+		return ret
+	}, func() { s.Persistence = enabled(on) })
+	read(nvmlDeviceGetAccountingMode, "accounting mode", func() nvml.Return {
+		on, ret = h.GetAccountingMode()
+		return ret
+	}, func() { s.Accounting = enabled(on) })
+	read(nvmlDeviceGetEccMode, "ECC mode", func() nvml.Return {
+		on, pending, ret = h.GetEccMode()
+		return ret
+	}, func() { s.ECC, s.ECCPending = enabled(on), enabled(pending) })
+	var byDefault nvml.EnableState
+	read(nvmlDeviceGetDefaultEccMode, "default ECC mode", func() nvml.Return {
+		byDefault, ret = h.GetDefaultEccMode()
+		return ret
+	}, func() { s.ECCDefault = enabled(byDefault) })
+	number := func(f *function, what string, into *uint32, call func() (uint32, nvml.Return)) {
+		var v uint32
+		read(f, what, func() nvml.Return { v, ret = call(); return ret }, func() { *into = v })
+	}
+	number(nvmlDeviceGetPowerLimit, "power limit", &s.Power.Now, h.GetPowerManagementLimit)
+	number(nvmlDeviceGetPowerDefault, "default power limit", &s.Power.Default, h.GetPowerManagementDefaultLimit)
+	number(nvmlDeviceGetApplicationsClock, "clock of applications", &s.Clock.Now, func() (uint32, nvml.Return) {
+		return h.GetApplicationsClock(nvml.CLOCK_GRAPHICS)
+	})
+	number(nvmlDeviceGetDefaultClock, "default clock of applications", &s.Clock.Default, func() (uint32, nvml.Return) {
+		return h.GetDefaultApplicationsClock(nvml.CLOCK_GRAPHICS)
+	})
+	var reasons uint64
+	read(nvmlDeviceGetClocksReasons, "reasons of the clocks", func() nvml.Return {
+		reasons, ret = h.GetCurrentClocksThrottleReasons()
+		return ret
+	}, func() {})
+	// Cards whose default clock is below their highest give this reason under any load. It means
+	// something only if the clock is below the default.
+	if reasons&nvml.ClocksThrottleReasonApplicationsClocksSetting != 0 {
+		var now uint32
+		number(nvmlDeviceGetClockInfo, "clock", &now, func() (uint32, nvml.Return) {
+			return h.GetClockInfo(nvml.CLOCK_GRAPHICS)
+		})
+		s.ClockHeld = now > 0 && now < s.Clock.Default
+	}
+	read(nvmlDeviceGetFieldValues, "recovery action", func() nvml.Return {
+		s.Recovery, ret = recovery(h)
+		return ret
+	}, func() {})
+	s.Fabric, err = r.fabricState(h)
+	errs = append(errs, err)
+	listed, err := r.processes(h)
+	errs = append(errs, err)
+	for _, p := range listed { // sorted by PID
+		if n := len(s.Processes); n == 0 || s.Processes[n-1].PID != p.PID {
+			s.Processes = append(s.Processes, gpu.Client{PID: p.PID})
+		}
+	}
+	return s, errors.Join(errs...)
+}
+
+// computeMode names a compute mode. One that this package does not know keeps its number, since it
+// is not the default.
+func computeMode(m nvml.ComputeMode) gpu.ComputeMode {
+	switch m {
+	case nvml.COMPUTEMODE_DEFAULT:
+		return gpu.ComputeDefault
+	case nvml.COMPUTEMODE_EXCLUSIVE_THREAD:
+		return gpu.ComputeExclusiveThread
+	case nvml.COMPUTEMODE_PROHIBITED:
+		return gpu.ComputeProhibited
+	case nvml.COMPUTEMODE_EXCLUSIVE_PROCESS:
+		return gpu.ComputeExclusiveProcess
+	}
+	return gpu.ComputeMode(fmt.Sprintf("mode %d of the driver", m))
+}
+
+func enabled(s nvml.EnableState) *bool { return new(s == nvml.FEATURE_ENABLED) }
+
+// fabricState reads how far a GPU has joined its fabric.
+func (s *session) fabricState(h nvml.Device) (gpu.FabricState, error) {
+	info, told, err := s.fabricInfo(h)
+	switch {
+	case !told:
+		return gpu.FabricNone, err
+	case info.state == nvml.GPU_FABRIC_STATE_NOT_SUPPORTED:
+		return gpu.FabricNone, nil
+	case info.state == nvml.GPU_FABRIC_STATE_NOT_STARTED:
+		return gpu.FabricNotStarted, nil
+	case info.state == nvml.GPU_FABRIC_STATE_IN_PROGRESS:
+		return gpu.FabricInProgress, nil
+	case info.state != nvml.GPU_FABRIC_STATE_COMPLETED:
+		return gpu.FabricState(fmt.Sprintf("state %d of the driver", info.state)), nil
+	case info.status != nvml.SUCCESS:
+		return gpu.FabricState("failed: " + info.status.Error()), nil
+	}
+	return gpu.FabricCompleted, nil
+}
+
+func (m *modes) ResetComputeMode(ctx context.Context, u gpu.UUID) error {
+	_, err := ask(ctx, m.session, "set the compute mode to DEFAULT on", u, func(h nvml.Device) (none struct{}, _ error) {
+		return none, nvmlDeviceSetComputeMode.refused(h.SetComputeMode(nvml.COMPUTEMODE_DEFAULT))
+	})
+	return err
+}
+
+// Surroundings reads the kernel alone.
+func (r *readings) Surroundings() gpu.Surroundings {
+	var s gpu.Surroundings
+	modeset, _ := os.ReadFile(filepath.Join(r.opts.SysRoot, "module/nvidia_drm/parameters/modeset"))
+	s.Modeset = slices.Contains([]string{"Y", "1"}, strings.TrimSpace(string(modeset)))
+	for _, name := range names(r.opts.ProcRoot) {
+		pid, err := strconv.Atoi(name)
+		if err != nil {
+			continue
+		}
+		if c := (gpu.Client{PID: pid, Name: r.nameOf(pid)}); strings.HasPrefix(c.Name, mpsName) {
+			s.MPS = append(s.MPS, c)
+		}
+	}
+	slices.SortFunc(s.MPS, func(a, b gpu.Client) int { return a.PID - b.PID })
+	return s
+}
+
+// mpsName is how the control daemon and the servers of MPS begin the 15 bytes that the kernel keeps
+// of a process's name.
+const mpsName = "nvidia-cuda-mps"
+
+// nameOf returns a process's own name for itself, or "" if it cannot be read.
+func (s *session) nameOf(pid int) string {
+	comm, _ := os.ReadFile(filepath.Join(s.opts.ProcRoot, strconv.Itoa(pid), "comm"))
+	return string(bytes.TrimSpace(comm))
+}
+
+// Clients reads the kernel alone.
+func (r *readings) Clients(minor int) []gpu.Client {
+	pids, _ := r.holders(minor)
+	out := make([]gpu.Client, 0, len(pids))
+	for _, pid := range pids {
+		out = append(out, gpu.Client{PID: pid, Name: r.nameOf(pid)})
+	}
+	return out
+}
