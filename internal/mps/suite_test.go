@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -376,6 +377,9 @@ func rootInAContainer(w *world) {
 		w.t.Fatal(err)
 	}
 	for _, command := range []string{"set_default_active_thread_percentage 100\n", "quit\n"} {
+		if w.version < "550" && strings.HasPrefix(command, "set") {
+			continue // 535 lets root set it, and is refused anyway
+		}
 		eventually(w.t, command, func() error {
 			cmd := exec.Command(filepath.Join(w.driver.Programs[0], controlProgram))
 			cmd.Env, cmd.Stdin = []string{pipeVariable + "=" + w.state}, lines(command)

@@ -37,7 +37,7 @@ func (d *daemon) command(command string, privileged bool, b Behaviour) string {
 	case "get_default_active_thread_percentage":
 		return fmt.Sprintf("%.1f\n", d.percent)
 	case "set_default_active_thread_percentage":
-		if !privileged {
+		if !privileged && version() >= "550" {
 			return fmt.Sprintf("Insufficient privileges for UID %d. Control deamon settings can only be modified by the user started it or by the root user.\n", os.Getuid())
 		}
 		d.set(&d.percent, f, 1, deaf)
