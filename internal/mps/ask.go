@@ -16,7 +16,7 @@ import (
 // state of a later call.
 const answerWait = 3 * time.Second
 
-// Sync says what shall be, on all GPUs: a GPU that wants does not name shall have no daemon, and
+// Sync sets what shall be on all GPUs. A GPU that wants does not name shall have no daemon, and
 // clients that are left there are ended. It returns what is after a round of each keeper, or after
 // some seconds. It may be repeated.
 //
@@ -49,7 +49,7 @@ func (s *Supervisor) isLocked(wants []Want) bool {
 
 // settled waits until each keeper has made a round, and returns what is.
 func (s *Supervisor) settled(ctx context.Context) State {
-	ctx, cancel := context.WithTimeout(ctx, answerWait)
+	ctx, cancel := context.WithTimeout(ctx, max(answerWait, 3*s.opts.patience))
 	defer cancel()
 	asked := map[*rounds]int{}
 	s.mu.Lock()
@@ -97,7 +97,7 @@ func (s *Supervisor) State() State {
 }
 
 // Detach detaches clients, so that their end harms no other client, and returns what became of
-// each, in the order in which they were given. It takes some 1.2 s at most for each client that
+// each, in the same order. It takes some 1.2 s at most for each client that
 // does not go. The error wraps gpu.ErrNotFound for a GPU without a daemon.
 func (s *Supervisor) Detach(ctx context.Context, d Detach) ([]Detached, error) {
 	if err := d.check(); err != nil {

@@ -33,7 +33,7 @@ type control interface {
 	quit(ctx context.Context, f files, force time.Duration) error
 }
 
-// sight is what a daemon says of itself.
+// sight is what a daemon has answered.
 type sight struct {
 	percent float64
 	servers []Server

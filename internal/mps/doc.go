@@ -21,7 +21,7 @@
 // Another daemon that hangs does not delay it. The supervisor writes down what the agent wants
 // before it acts, so that its successor goes on by itself.
 //
-// The agent asks through a [Client]. It says what shall be, whole, and the answer is what is:
+// The agent asks through a [Client]. It gives all that shall be, and the answer is what is:
 //
 //	c := mps.NewClient("/var/lib/gpu-agent")
 //	state, err := c.Sync(ctx, []mps.Want{{GPU: "GPU-8f5e…", Percent: 26}})

@@ -19,8 +19,8 @@ import (
 
 // Driver says where the driver's files are.
 type Driver struct {
-	// Programs is the directories that have the driver's programs, in the order in which to look.
-	// The daemon finds its server in them.
+	// Programs is the directories that have the driver's programs; the first comes first. The
+	// daemon finds its server in them.
 	Programs []string
 	// Libraries is the directory of the driver's libraries, for the dynamic linker; empty if it
 	// finds them by itself.

@@ -6,11 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // end ends all of the GPU's processes of MPS, and removes its directory: first the door, then the
@@ -27,7 +24,7 @@ func (k *keeper) end(ctx context.Context) error {
 		return &Problem{Files, err.Error()}
 	}
 	for _, r := range all {
-		if err := r.signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, unix.ESRCH) {
+		if err := r.kill(); err != nil {
 			return &Problem{NotEnded, fmt.Sprintf("end process %d of MPS: %v", r.pid, err)}
 		}
 	}
@@ -37,14 +34,9 @@ func (k *keeper) end(ctx context.Context) error {
 		}
 	}
 	k.process = process{}
-	for end := time.Now().Add(time.Second); ; time.Sleep(5 * time.Millisecond) { // the kernel closes what a killed process had
-		pid, err := listener(k.files.socket())
-		if err != nil {
-			break
-		}
-		if time.Now().After(end) {
-			return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: end it", pid, k.files.socket())}
-		}
+	if pid, listens := k.stillListens(); listens {
+		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: end it",
+			pid, k.files.socket())}
 	}
 	if err := k.files.clear(); err != nil {
 		return &Problem{Files, err.Error()}
@@ -54,6 +46,18 @@ func (k *keeper) end(ctx context.Context) error {
 		return &Problem{Files, err.Error()}
 	}
 	return nil
+}
+
+// stillListens waits for the kernel to close what a killed process had, and returns what listens
+// after that.
+func (k *keeper) stillListens() (pid int, listens bool) {
+	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+		var err error
+		if pid, err = listener(k.files.socket()); err != nil {
+			return 0, false
+		}
+	}
+	return pid, true
 }
 
 // quit has the daemon end itself and its servers. A daemon that does not is left to be killed.
@@ -86,13 +90,23 @@ func (k *keeper) quit(ctx context.Context) {
 	}
 }
 
-// detach detaches clients, and returns what became of each, in the order in which they were given.
+// detach detaches clients, and returns what became of each, in the same order. After a client
+// that the daemon has not answered for, it does not ask for the others.
 func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
-	k.turn.Lock()
-	defer k.turn.Unlock()
 	all := make([]Detached, len(clients))
 	for i, pid := range clients {
-		all[i] = Detached{pid, k.detachOne(ctx, pid)}
+		all[i] = Detached{pid, Unanswered}
+	}
+	select {
+	case k.turn <- struct{}{}:
+		defer func() { <-k.turn }()
+		for i := range all {
+			if all[i].Outcome = k.detachOne(ctx, all[i].Client); all[i].Outcome == Unanswered {
+				break
+			}
+		}
+	case <-ctx.Done():
+	case <-time.After(k.patience): // a round waits for a daemon that is silent
 	}
 	k.update(func(d *Daemon) {
 		for _, one := range all {
@@ -112,7 +126,7 @@ func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
 const relist = 50 * time.Millisecond
 
 func (k *keeper) detachOne(ctx context.Context, client int) Outcome {
-	ctx, cancel := context.WithTimeout(ctx, deadline)
+	ctx, cancel := context.WithTimeout(ctx, k.patience)
 	defer cancel()
 	if k.control == nil || !k.process.alive() {
 		return Unanswered

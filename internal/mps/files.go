@@ -66,7 +66,7 @@ func (f files) prepare() error {
 	return f.clear()
 }
 
-// directory makes a directory with a mode, whatever the umask.
+// directory makes a directory with exactly this mode.
 func directory(dir string, mode fs.FileMode) error {
 	if err := os.MkdirAll(dir, mode); err != nil {
 		return err

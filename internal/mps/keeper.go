@@ -47,11 +47,14 @@ type keeper struct {
 	make func(program) control
 	// siblings has daemons be children of this process's parent.
 	siblings bool
-	at       func(step string) // Options.at
+	// at and patience are as in Options.
+	at       func(step string)
+	patience time.Duration
 
-	turn sync.Mutex // held by what speaks to the daemon: a round, or a detach
+	// turn is of size 1 and full while a round or a detach speaks to the daemon.
+	turn chan struct{}
 
-	// What follows is used by the holder of turn alone.
+	// What follows is used during a turn alone.
 	process process // the daemon; zero if there is none
 	control control // how to speak to the daemon
 	began   time.Time
@@ -82,8 +85,8 @@ func (k *keeper) update(f func(d *Daemon)) {
 // round makes the GPU as wanted, as far as that can be done now, and notes what is. A want of nil
 // is that no daemon shall be. It reports whether nothing of the GPU is left.
 func (k *keeper) round(ctx context.Context, want *Want) (gone bool) {
-	k.turn.Lock()
-	defer k.turn.Unlock()
+	k.turn <- struct{}{}
+	defer func() { <-k.turn }()
 	var err error
 	if want == nil {
 		if err = k.end(ctx); err == nil {
@@ -203,13 +206,13 @@ func (k *keeper) reachable() error {
 	if pid, err := listener(k.files.socket()); err != nil && !errors.Is(err, errNotListening) || pid == k.process.pid {
 		return nil // the question after this one is whether it answers
 	} else if err == nil {
-		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s, and process %d is the GPU's daemon: end process %[1]d",
+		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s, and the GPU's daemon is process %d: end process %[1]d",
 			pid, k.files.socket(), k.process.pid)}
 	}
 	return k.endUnreachable(k.process)
 }
 
-// endUnreachable ends a daemon that no control program can reach any more, unless it has servers.
+// endUnreachable ends a daemon that has lost its socket, unless it has servers.
 func (k *keeper) endUnreachable(p process) error {
 	if err := k.files.shut(); err != nil {
 		return &Problem{Files, err.Error()}
@@ -223,8 +226,8 @@ func (k *keeper) endUnreachable(p process) error {
 		return &Problem{Unreachable, fmt.Sprintf("the socket of the daemon %d is gone, and its servers %v live: "+
 			"take the GPU out of MPS when their clients have ended", p.pid, servers)}
 	}
-	if err := p.signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, unix.ESRCH) {
-		return &Problem{NotEnded, fmt.Sprintf("end the daemon %d, the socket of which is gone: %v", p.pid, err)}
+	if err := p.kill(); err != nil {
+		return &Problem{NotEnded, fmt.Sprintf("end the daemon %d, which has lost its socket: %v", p.pid, err)}
 	}
 	if !p.ended(endWait) {
 		return &Problem{NotEnded, fmt.Sprintf("the daemon %d was killed and lives", p.pid)}
@@ -273,7 +276,7 @@ func pids(all []relative, of role) []int {
 	return list
 }
 
-// servers notes servers of which no daemon tells.
+// servers notes servers that no daemon has listed.
 func (k *keeper) servers(pids []int) {
 	k.update(func(d *Daemon) {
 		d.Servers = nil
@@ -291,8 +294,8 @@ func (k *keeper) adopt(pid int, p program) error {
 	}
 	c := k.make(p)
 	foreign := func(err error) error {
-		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: %v; end it, or take the GPU out of MPS",
-			pid, k.files.socket(), err)}
+		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: %v; "+
+			"end it, or take the GPU out of MPS", pid, k.files.socket(), err)}
 	}
 	if err := c.ours(k.files, k.gpu, pid); err != nil {
 		return foreign(err)
@@ -302,7 +305,7 @@ func (k *keeper) adopt(pid int, p program) error {
 		return foreign(err)
 	}
 	if again, err := listener(k.files.socket()); err != nil || again != pid || !found.alive() {
-		return &Problem{Starting, fmt.Sprintf("process %d listened, and does not any more", pid)}
+		return &Problem{Starting, fmt.Sprintf("process %d listened, and has stopped", pid)}
 	}
 	k.process, k.control, k.began = found, c, time.Time{}
 	k.update(func(d *Daemon) { d.Version = version })
@@ -317,7 +320,8 @@ func (k *keeper) start(ctx context.Context, p program) error {
 			p.path, p.version, multiUserOption)}
 	}
 	if wait := time.Until(k.notTill); wait > 0 {
-		return &Problem{NotStarted, fmt.Sprintf("the daemon has ended; it is started again in %v", wait.Round(100*time.Millisecond))}
+		return &Problem{NotStarted, fmt.Sprintf("the daemon has ended; it is started again in %v",
+			wait.Round(100*time.Millisecond))}
 	}
 	if err := k.files.prepare(); err != nil {
 		return &Problem{Files, fmt.Sprintf("prepare %s: %v", k.files.base, err)}
@@ -425,7 +429,8 @@ func (k *keeper) match(ctx context.Context, want Want) error {
 		}
 	}
 	if !isSet(s.percent, want.Percent) {
-		return &Problem{NotTaken, fmt.Sprintf("set the default percentage to %d: the daemon says %.1f", want.Percent, s.percent)}
+		return &Problem{NotTaken, fmt.Sprintf("set the default percentage to %d: the daemon says %.1f",
+			want.Percent, s.percent)}
 	}
 	for _, server := range s.servers {
 		if !isSet(server.Percent, want.Percent) {

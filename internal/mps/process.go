@@ -81,6 +81,14 @@ func (p process) signal(sig unix.Signal) error {
 	return unix.PidfdSendSignal(fd, sig, nil, 0)
 }
 
+// kill kills the process. One that has ended is no error.
+func (p process) kill() error {
+	if err := p.signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) && !errors.Is(err, unix.ESRCH) {
+		return err
+	}
+	return nil
+}
+
 // ended waits for the end of the process.
 func (p process) ended(within time.Duration) bool {
 	for end := time.Now().Add(within); p.alive(); time.Sleep(10 * time.Millisecond) {
@@ -115,7 +123,7 @@ type relative struct {
 	role role
 }
 
-// comm is the name that the kernel has of MPS's processes, of which it keeps 15 bytes.
+// comm is the kernel's name for MPS's processes. It keeps the first 15 bytes of a program's name.
 const comm = "nvidia-cuda-mps"
 
 // relatives returns all processes of MPS with this directory. Some 20 µs for each process of the

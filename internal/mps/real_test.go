@@ -154,7 +154,7 @@ func transcribe(t *testing.T, j judge) string {
 	if err := f.prepare(); err != nil {
 		t.Fatal(err)
 	}
-	b := v2{program{path: filepath.Join(w.driver.Programs[0], controlProgram)}, w.driver, !w.singleUser}
+	b := v2{program{path: filepath.Join(w.driver.Programs[0], controlProgram)}, w.driver, !w.singleUser, deadline}
 	cmd := b.daemon(f, gpuA)
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -13,6 +14,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"example.com/gpu-agent/internal/mps/mpstest"
 )
 
 // roleVariable has the role of a process that a test starts of the test's own binary.
@@ -20,7 +23,7 @@ const roleVariable = "MPS_TEST_ROLE"
 
 // part is what such a process is to do.
 type part struct {
-	Role       string // "init" or "supervisor"
+	Role       string // "init", "supervisor" or "client"
 	State      string
 	Driver     Driver
 	SingleUser bool
@@ -53,6 +56,8 @@ func role2exit(text string) int {
 		Siblings: p.Role == "supervisor", Logger: slog.New(slog.NewTextHandler(os.Stderr, nil)), at: p.at}
 	var err error
 	switch p.Role {
+	case "client":
+		err = beClient(PipeDir(p.State, gpuA))
 	case "supervisor":
 		err = runOne(ctx, opts)
 	case "init":
@@ -67,6 +72,28 @@ func role2exit(text string) int {
 		return 1
 	}
 	return 0
+}
+
+// beClient is an emulated client that prints its percentage, and "lost" if its context goes before
+// standard input ends.
+func beClient(dir string) error {
+	c, err := mpstest.Connect(dir)
+	if err != nil {
+		return err
+	}
+	fmt.Println(c.Percent)
+	ended := make(chan struct{})
+	go func() { _, _ = io.Copy(io.Discard, os.Stdin); close(ended) }()
+	for c.Connected() {
+		select {
+		case <-ended:
+			return c.Close()
+		default:
+		}
+	}
+	fmt.Println("lost")
+	<-ended
+	return nil
 }
 
 func (p part) at(step string) {

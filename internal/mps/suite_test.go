@@ -170,8 +170,9 @@ func must[T any](v T, err error) T {
 }
 
 func stoppedDaemonIsSilent(w *world) {
-	_, stop := w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}, Want{gpuB, 50}), gpuA)
+	_, stop := w.run(w.hasty())
+	w.sync(Want{gpuA, 26}, Want{gpuB, 50})
+	d := w.is(NewClient(w.state), gpuA, "")
 	old := process{d.PID, d.Start}
 	if err := old.signal(unix.SIGSTOP); err != nil {
 		w.t.Fatal(err)
@@ -191,7 +192,7 @@ func stoppedDaemonIsSilent(w *world) {
 	}
 	// Its successor finds the same daemon.
 	stop()
-	w.run(w.options())
+	w.run(w.hasty())
 	w.is(c, gpuA, Silent)
 	if got := pids(w.processes(gpuA), aDaemon); !slices.Equal(got, []int{old.pid}) {
 		w.t.Errorf("the daemons are %v, want %d", got, old.pid)
@@ -207,8 +208,9 @@ func stoppedDaemonIsSilent(w *world) {
 
 // stoppedDaemonEnds: a daemon that hangs is ended by force when it is not wanted.
 func stoppedDaemonEnds(w *world) {
-	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	w.run(w.hasty())
+	w.sync(Want{gpuA, 26})
+	d := w.is(NewClient(w.state), gpuA, "")
 	if err := (process{d.PID, d.Start}).signal(unix.SIGSTOP); err != nil {
 		w.t.Fatal(err)
 	}
@@ -299,7 +301,7 @@ func foreignDaemonIsLeftAlone(w *world) {
 		if err := f.prepare(); err != nil {
 			w.t.Fatal(err)
 		}
-		cmd := v2{program{path: filepath.Join(w.driver.Programs[0], controlProgram)}, w.driver, !w.singleUser}.daemon(f, gpuA)
+		cmd := v2{program{path: filepath.Join(w.driver.Programs[0], controlProgram)}, w.driver, !w.singleUser, deadline}.daemon(f, gpuA)
 		cmd.Env = append(slices.DeleteFunc(cmd.Env, func(s string) bool {
 			return s == devicesVariable+"="+string(gpuA) && other[:len(devicesVariable)] == devicesVariable
 		}), other)
@@ -341,8 +343,9 @@ func setBehindOurBack(w *world) {
 // anotherProgramSpeaks: a daemon serves one control program at a time. While that is another one,
 // its daemon is silent, and nothing is ended or started.
 func anotherProgramSpeaks(w *world) {
-	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	w.run(w.hasty())
+	w.sync(Want{gpuA, 26})
+	d := w.is(NewClient(w.state), gpuA, "")
 	c := NewClient(w.state)
 	eventually(w.t, "another program has the place", func() error {
 		cmd := exec.Command(filepath.Join(w.driver.Programs[0], controlProgram))

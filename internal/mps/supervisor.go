@@ -39,6 +39,8 @@ type Options struct {
 	// at is called at each step that leaves something behind, for tests that kill the supervisor
 	// there.
 	at func(step string)
+	// patience replaces deadline, for tests on slow machines.
+	patience time.Duration
 }
 
 // beat is the usual time between two rounds: clients may be refused when the heartbeat is two
@@ -74,6 +76,7 @@ type rounds struct {
 // if one has it.
 func New(opts Options) (*Supervisor, error) {
 	opts.Beat = cmp.Or(opts.Beat, beat)
+	opts.patience = cmp.Or(opts.patience, deadline)
 	if opts.at == nil {
 		opts.at = func(string) {}
 	}
@@ -92,7 +95,9 @@ func New(opts Options) (*Supervisor, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the directory of MPS: %w", err)
 	}
-	s := &Supervisor{opts: opts, root: root, wants: map[gpu.UUID]Want{}, rounds: map[gpu.UUID]*rounds{}}
+	s := &Supervisor{
+		opts: opts, root: root, wants: map[gpu.UUID]Want{}, rounds: map[gpu.UUID]*rounds{},
+	}
 	if err := errors.Join(s.take(), s.load()); err != nil {
 		return nil, errors.Join(err, s.Close())
 	}
@@ -139,18 +144,25 @@ func (s *Supervisor) load() error {
 	} else if err != nil {
 		return fmt.Errorf("read what the agent has said: %w", err)
 	}
-	var file said
-	if err := strict(data, &file); err == nil && file.Version != saidVersion {
-		err = fmt.Errorf("version %d", file.Version)
-	}
-	wants, bad := check(file.Want)
-	if err := errors.Join(err, bad); err != nil {
+	wants, err := parse(data)
+	if err != nil {
 		s.opts.Logger.Warn("what the agent has said cannot be read: daemons stay as they are until it says it again",
 			"file", filepath.Join(s.root.Name(), wantFile), "err", err)
 		return nil
 	}
 	s.adoptWantsLocked(wants)
 	return nil
+}
+
+func parse(data []byte) ([]Want, error) {
+	var file said
+	if err := strict(data, &file); err != nil {
+		return nil, err
+	}
+	if file.Version != saidVersion {
+		return nil, fmt.Errorf("it has version %d, want %d", file.Version, saidVersion)
+	}
+	return check(file.Want)
 }
 
 func (s *Supervisor) save(wants []Want) error {
@@ -246,7 +258,9 @@ func (s *Supervisor) allLocked() map[gpu.UUID]Want {
 	}
 	for _, e := range entries {
 		if u := gpu.UUID(e.Name()); e.IsDir() && uuid.MatchString(e.Name()) && len(all) < 2*mostGPUs {
-			all[u] = all[u]
+			if _, wanted := all[u]; !wanted {
+				all[u] = Want{}
+			}
 		}
 	}
 	return all
@@ -255,8 +269,10 @@ func (s *Supervisor) allLocked() map[gpu.UUID]Want {
 func (s *Supervisor) newRounds(u gpu.UUID) *rounds {
 	return &rounds{wake: make(chan struct{}, 1), ended: make(chan struct{}), keeper: &keeper{
 		gpu: u, files: files{filepath.Join(s.opts.StateDir, rootDir, string(u))},
-		driver: s.opts.Driver, versions: &s.versions, log: s.opts.Logger, siblings: s.opts.Siblings, at: s.opts.at,
-		make:  func(p program) control { return v2{p, s.opts.Driver, !s.opts.singleUser} },
+		driver: s.opts.Driver, versions: &s.versions, log: s.opts.Logger, siblings: s.opts.Siblings,
+		at: s.opts.at, patience: s.opts.patience,
+		make:  func(p program) control { return v2{p, s.opts.Driver, !s.opts.singleUser, s.opts.patience} },
+		turn:  make(chan struct{}, 1),
 		state: Daemon{GPU: u},
 	}}
 }

@@ -19,7 +19,8 @@ const (
 	mostAnswer = 64 << 10
 	// busyPause is the time between two tries while another control program speaks to the daemon.
 	busyPause = 30 * time.Millisecond
-	// deadline bounds one question, with all its tries.
+	// deadline bounds one question, with all its tries: a client may be refused when the heartbeat
+	// is two seconds old.
 	deadline = 1200 * time.Millisecond
 	// grace is how long a control program's pipes may stay open after it was killed.
 	grace = 200 * time.Millisecond
@@ -31,7 +32,7 @@ const (
 // A daemon speaks to one control program at a time. It closes the connection of a second, which
 // then prints nothing, and may exit with 0. So ask tries again as long as nothing was answered.
 func (v v2) ask(ctx context.Context, f files, commands ...string) ([][]string, error) {
-	ctx, cancel := context.WithTimeout(ctx, deadline)
+	ctx, cancel := context.WithTimeout(ctx, v.patience)
 	defer cancel()
 	marks := make([]string, len(commands))
 	var input strings.Builder
@@ -50,7 +51,7 @@ func (v v2) ask(ctx context.Context, f files, commands ...string) ([][]string, e
 		select {
 		case <-ctx.Done():
 			return nil, &Problem{Silent, fmt.Sprintf("%s: the daemon has not answered within %v: "+
-				"another control program speaks to it, or it is about to end", commands[0], deadline)}
+				"another control program speaks to it, or it is about to end", commands[0], v.patience)}
 		case <-time.After(busyPause):
 		}
 	}
@@ -91,7 +92,7 @@ func (v v2) run(ctx context.Context, f files, input string) (string, error) {
 	said := out.text.String()
 	switch {
 	case ctx.Err() != nil:
-		return "", &Problem{Silent, fmt.Sprintf("%s: the daemon has not answered within %v", firstLine(input), deadline)}
+		return "", &Problem{Silent, fmt.Sprintf("%s: the daemon has not answered in time", firstLine(input))}
 	case out.over:
 		return "", unreadable([]string{said[:100]}, fmt.Errorf("more than %d bytes", mostAnswer))
 	case strings.HasPrefix(said, "Cannot find MPS control daemon process"):

@@ -20,6 +20,8 @@ type v2 struct {
 	program   program
 	driver    Driver
 	multiUser bool // always, but for the tests with drivers that lack it
+	// patience bounds one question, with all its tries.
+	patience time.Duration
 }
 
 // Arguments and variables of the control program.
@@ -159,7 +161,7 @@ func (v v2) setServer(ctx context.Context, f files, server, percent int) error {
 	return err
 }
 
-// terminate takes any answer: the list of clients says what came of it.
+// terminate takes any answer: the caller reads the list of clients again.
 func (v v2) terminate(ctx context.Context, f files, server, client int) error {
 	_, err := v.ask(ctx, f, fmt.Sprintf("terminate_client %d %d", server, client))
 	return err

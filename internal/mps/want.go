@@ -3,10 +3,10 @@
 package mps
 
 import (
+	"cmp"
 	"fmt"
 	"regexp"
 	"slices"
-	"strings"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -107,7 +107,7 @@ type Outcome string
 
 // Outcomes.
 const (
-	// Gone: the daemon answered, and does not list the client any more.
+	// Gone: the daemon answered, and has ceased to list the client.
 	Gone Outcome = "gone"
 	// Listed: the daemon answered, and still listed the client at the end of the deadline.
 	Listed Outcome = "listed"
@@ -142,7 +142,7 @@ func (c Code) Error() string { return string(c) }
 // Problem is a failure with its code.
 type Problem struct {
 	Code Code `json:"code"`
-	// Text says what failed and what to do, in at most brief.Text bytes.
+	// Text is what failed and what to do, in at most brief.Text bytes.
 	Text string `json:"text"`
 }
 
@@ -165,7 +165,7 @@ func check(wants []Want) ([]Want, error) {
 	if len(wants) > mostGPUs {
 		return nil, fmt.Errorf("%d GPUs: want at most %d: %w", len(wants), mostGPUs, gpu.ErrInvalid)
 	}
-	wants = slices.SortedFunc(slices.Values(wants), func(a, b Want) int { return strings.Compare(string(a.GPU), string(b.GPU)) })
+	wants = slices.SortedFunc(slices.Values(wants), func(a, b Want) int { return cmp.Compare(a.GPU, b.GPU) })
 	for i, w := range wants {
 		switch {
 		case !uuid.MatchString(string(w.GPU)):
@@ -184,7 +184,8 @@ func (d Detach) check() error {
 	case !uuid.MatchString(string(d.GPU)):
 		return fmt.Errorf("GPU %.64q: want the UUID of a GPU: %w", d.GPU, gpu.ErrInvalid)
 	case len(d.Clients) == 0 || len(d.Clients) > mostDetached:
-		return fmt.Errorf("%s: %d clients to detach: want 1 to %d: %w", d.GPU, len(d.Clients), mostDetached, gpu.ErrInvalid)
+		return fmt.Errorf("%s: %d clients to detach: want 1 to %d: %w",
+			d.GPU, len(d.Clients), mostDetached, gpu.ErrInvalid)
 	}
 	for _, pid := range d.Clients {
 		if pid < 1 || pid > mostPID {

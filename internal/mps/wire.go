@@ -154,7 +154,7 @@ func (s *Supervisor) carryOut(ctx context.Context, c io.Reader) (r reply, err er
 	}
 	switch {
 	case q.Version != wireVersion:
-		err = fmt.Errorf("the request has version %d, and this supervisor speaks %d: update the one or the other: %w",
+		err = fmt.Errorf("the request has version %d, and this supervisor speaks %d: update one of them: %w",
 			q.Version, wireVersion, gpu.ErrNotSupported)
 	case q.Want != nil && q.Detach != nil:
 		err = fmt.Errorf("the request has both want and detach: %w", gpu.ErrInvalid)
@@ -183,7 +183,7 @@ type Client struct{ path string }
 // question, so the supervisor may come and go.
 func NewClient(stateDir string) *Client { return &Client{filepath.Join(stateDir, socketName)} }
 
-// Sync says what shall be and returns what is, as Supervisor.Sync does. An empty list of wants is
+// Sync sets what shall be and returns what is, as Supervisor.Sync does. An empty list of wants is
 // that no GPU shall have a daemon. The error wraps gpu.ErrNotFound if no supervisor listens, and
 // gpu.ErrTimeout if it does not answer before ctx ends; without a deadline, in half a minute.
 func (c *Client) Sync(ctx context.Context, wants []Want) (State, error) {

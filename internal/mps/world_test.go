@@ -90,8 +90,16 @@ func (w *world) processes(u gpu.UUID) []relative {
 }
 
 func (w *world) options() Options {
-	return Options{StateDir: w.state, Driver: w.driver, Beat: 100 * time.Millisecond, singleUser: w.singleUser,
-		Logger: slog.New(slog.NewTextHandler(w.t.Output(), nil))}
+	return Options{StateDir: w.state, Driver: w.driver, Beat: 100 * time.Millisecond, patience: 10 * time.Second,
+		singleUser: w.singleUser,
+		Logger:     slog.New(slog.NewTextHandler(w.t.Output(), nil))}
+}
+
+// hasty has questions fail soon, for daemons that do not answer.
+func (w *world) hasty() Options {
+	opts := w.options()
+	opts.patience = deadline
+	return opts
 }
 
 // run runs a supervisor. It has ended when stop returns, and its daemons live on.

@@ -135,6 +135,7 @@ func daemonMain() int {
 		_ = os.WriteFile(filepath.Join(dir, "nvidia-cuda-mps-control.pid"), []byte(strconv.Itoa(os.Getpid())), 0o666)
 	}
 	<-errs
+	_ = lock.Close() // until here, lest it be collected
 	return 1
 }
 
