@@ -61,7 +61,7 @@
 // its arguments, its directory and GPU in the environment, and its program are right, and if it
 // still has the same start time afterwards. PID and start time identify it from then on. A socket
 // without a listener is stale and is removed. Before a start the keeper looks through /proc for
-// processes with this directory: a daemon that has not listened yet is awaited, and servers of a
+// processes of its own mount namespace with this directory: a daemon that has not listened yet is awaited, and servers of a
 // dead daemon are reported ([Orphans]) and not joined by a second server.
 //
 // # What it takes from a control program
@@ -69,12 +69,15 @@
 // Text with bounds. After each command the keeper sends an unknown one with a random name; the
 // daemon's refusal of that name is the end of the answer. So no answer, an empty answer and half
 // an answer are different. A daemon serves one control program at a time, so that program's run
-// has a deadline, is never repeated by force, and dies with the supervisor.
+// has a deadline, and dies with the supervisor.
 //
 // # Limits
 //
+// Without a socket in PipeDir a program runs, without MPS. So a directory that is not open holds no
+// program back: the caller refuses containers while there is a Problem, or Answered is old.
+//
 // A driver whose daemon has no multi-user mode is refused ([NoMultiUser]): 550 and older. The
-// caller must be in the host's PID namespace, or no PID means anything. Root in a container may
+// supervisor must be in the host's PID namespace, or no PID means anything. Root in a container may
 // tell its daemon to detach other clients, and may keep the daemon's one place for a control
 // program; then Answered grows old. The package does not know partitions, containers or memory
 // limits, sets no compute mode, and never uses MPS's memory limits. It ends no daemon that hangs.

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -86,6 +87,7 @@ func fresh(t *testing.T) (*world, *Supervisor, func()) {
 // TestClients: a server is made with the percentage that is wanted, and its clients are told. A new
 // percentage is the server's at once, and the next context's. Contexts that exist keep theirs.
 func TestClients(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	w.sync(Want{gpuA, 26})
 	first := w.clients(2)
@@ -123,6 +125,7 @@ func TestClients(t *testing.T) {
 // TestNoServerBeforeThePercentage: containers do not reach a daemon before its percentage is read
 // back, nor one the percentage of which cannot be set.
 func TestNoServerBeforeThePercentage(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Deaf: []string{"set_default_active_thread_percentage"}})
 	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
@@ -146,6 +149,7 @@ func TestNoServerBeforeThePercentage(t *testing.T) {
 
 // TestAnswers: an answer that cannot be read is a failure, and no size of it harms.
 func TestAnswers(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	w.sync(Want{gpuA, 26})
 	w.clients(1)
@@ -178,6 +182,7 @@ func TestAnswers(t *testing.T) {
 
 // TestDetach: the outcome for each client, and the counts.
 func TestDetach(t *testing.T) {
+	t.Parallel()
 	w := newWorld(t, emulated(t, "555.58.02"))
 	s, _ := w.run(w.hasty())
 	w.sync(Want{gpuA, 26})
@@ -235,6 +240,7 @@ func TestDetach(t *testing.T) {
 // TestOrphans: no daemon is started beside servers of a dead one, whose clients go on. When the GPU
 // is taken out of MPS they are ended.
 func TestOrphans(t *testing.T) {
+	t.Parallel()
 	w, _, stop := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Outlive: true})
 	w.sync(Want{gpuA, 26})
@@ -263,8 +269,33 @@ func TestOrphans(t *testing.T) {
 	}
 }
 
+// TestContainersAreNotBelieved: a process of a container that looks like a server of the GPU does
+// not keep its daemon from being started, and is not ended.
+func TestContainersAreNotBelieved(t *testing.T) {
+	t.Parallel()
+	w, _, _ := fresh(t)
+	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Outlive: true})
+	tenant := exec.Command(filepath.Join(w.driver.Programs[0], "nvidia-cuda-mps-server"))
+	tenant.Env = []string{pipeVariable + "=" + w.files(gpuA).control()}
+	tenant.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNS}
+	if err := tenant.Start(); errors.Is(err, unix.EPERM) {
+		t.Skip("needs root, for a mount namespace")
+	} else if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = tenant.Process.Kill(); _ = tenant.Wait() })
+	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); d.Err() != nil || d.PID == 0 {
+		t.Errorf("%+v, problem %v", d, d.Err())
+	}
+	w.sync()
+	if self, err := processOf(tenant.Process.Pid); err != nil {
+		t.Errorf("the tenant's process %+v was ended: %v", self, err)
+	}
+}
+
 // TestUnreachable: a daemon without a socket that has servers is not ended.
 func TestUnreachable(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	w.sync(Want{gpuA, 26})
 	one := w.clients(1)[0]
@@ -284,6 +315,7 @@ func TestUnreachable(t *testing.T) {
 
 // TestOutdated: a daemon outlives an update of the driver's files, and says so.
 func TestOutdated(t *testing.T) {
+	t.Parallel()
 	w, _, stop := fresh(t)
 	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
 	mpstest.Replace(t, w.driver.Programs[0], "580.65.06")
@@ -311,6 +343,9 @@ func TestOutdated(t *testing.T) {
 
 // TestDoesNotStart: a daemon that does not come up is started again with growing pauses.
 func TestDoesNotStart(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it waits for pauses; make test-all runs it")
+	}
 	w, _, _ := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{DieAtStart: true})
 	began := time.Now()
@@ -330,6 +365,7 @@ func TestDoesNotStart(t *testing.T) {
 
 // TestOutputIsBounded: what a daemon prints does not fill the disk.
 func TestOutputIsBounded(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
 	f := w.files(gpuA)

@@ -126,10 +126,15 @@ type relative struct {
 // comm is the kernel's name for MPS's processes. It keeps the first 15 bytes of a program's name.
 const comm = "nvidia-cuda-mps"
 
-// relatives returns all processes of MPS with this directory. Some 20 µs for each process of the
-// host, so that it is not for every round.
+// relatives returns all processes of MPS with this directory, in this process's mount namespace. A
+// process writes its own name, arguments and environment, so those of containers are never
+// believed. It takes some 20 µs for each process of the host, which is too much for every round.
 func relatives(control string) ([]relative, error) {
 	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	here, err := os.Readlink("/proc/self/ns/mnt")
 	if err != nil {
 		return nil, err
 	}
@@ -145,6 +150,9 @@ func relatives(control string) ([]relative, error) {
 		p, err := processOf(pid)
 		if err != nil {
 			continue // it has ended
+		}
+		if there, err := os.Readlink(filepath.Join("/proc", e.Name(), "ns/mnt")); err != nil || there != here {
+			continue
 		}
 		env, err := words(pid, "environ")
 		if err != nil || !slices.Contains(env, pipeVariable+"="+control) {

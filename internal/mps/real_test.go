@@ -41,6 +41,7 @@ var reals = []struct {
 
 // each runs a test with each of NVIDIA's own.
 func each(t *testing.T, test func(t *testing.T, j judge)) {
+	t.Helper()
 	if !*real {
 		t.Skip("NVIDIA's own programs run with -real; make test-all runs it")
 	}

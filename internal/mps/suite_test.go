@@ -22,28 +22,36 @@ import (
 var suite = []struct {
 	name string
 	test func(w *world)
+	// waits says that it waits for deadlines; make test leaves it out.
+	waits bool
 }{
-	{"Keep", keepsADaemon},
-	{"Percent", changesThePercentage},
-	{"Killed", killedDaemonIsReplaced},
-	{"Quit", quitDaemonIsReplaced},
-	{"Stopped", stoppedDaemonIsSilent},
-	{"DirectoryGone", directoryGone},
-	{"StaleSocket", staleSocket},
-	{"Adopt", successorAdopts},
-	{"Foreign", foreignDaemonIsLeftAlone},
-	{"SetBehindOurBack", setBehindOurBack},
-	{"Busy", anotherProgramSpeaks},
-	{"Root", rootInAContainer},
-	{"StoppedEnds", stoppedDaemonEnds},
-	{"Two", twoGPUs},
-	{"KilledAtEachStep", killedAtEachStep},
-	{"Init", initKeepsTheSupervisor},
+	{"Keep", keepsADaemon, false},
+	{"Percent", changesThePercentage, false},
+	{"Killed", killedDaemonIsReplaced, false},
+	{"Quit", quitDaemonIsReplaced, true},
+	{"Stopped", stoppedDaemonIsSilent, true},
+	{"DirectoryGone", directoryGone, true},
+	{"StaleSocket", staleSocket, true},
+	{"Adopt", successorAdopts, false},
+	{"Foreign", foreignDaemonIsLeftAlone, false},
+	{"SetBehindOurBack", setBehindOurBack, false},
+	{"Busy", anotherProgramSpeaks, true},
+	{"Root", rootInAContainer, false},
+	{"StoppedEnds", stoppedDaemonEnds, true},
+	{"Two", twoGPUs, false},
+	{"KilledAtEachStep", killedAtEachStep, false},
+	{"Init", initKeepsTheSupervisor, false},
 }
 
 func runSuite(t *testing.T, j judge) {
 	for _, c := range suite {
-		t.Run(c.name, func(t *testing.T) { c.test(newWorld(t, j)) })
+		t.Run(c.name, func(t *testing.T) {
+			if c.waits && testing.Short() {
+				t.Skip("it waits for deadlines; make test-all runs it")
+			}
+			t.Parallel()
+			c.test(newWorld(t, j))
+		})
 	}
 }
 
@@ -420,6 +428,10 @@ var steps = map[string][]string{
 // killedAtEachStep: the supervisor is killed at each step. Its successor finishes the work: one
 // daemon, started once, with the percentage; or none, and no file.
 func killedAtEachStep(w *world) {
+	steps := steps
+	if testing.Short() {
+		steps = map[string][]string{"start": {"started", "set"}, "end": {"shut"}}
+	}
 	for _, step := range steps["start"] {
 		w.killAt(step, func(c *Client) {
 			_, _ = c.Sync(w.t.Context(), []Want{{gpuA, 26}})

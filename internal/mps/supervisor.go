@@ -291,14 +291,15 @@ func (s *Supervisor) keep(ctx context.Context, r *rounds) {
 		s.mu.Unlock()
 		gone := r.round(ctx, want)
 		s.mu.Lock()
+		if _, wanted := s.wants[r.gpu]; gone && !wanted {
+			asked = r.asked // this round answers those who asked meanwhile, too
+			delete(s.rounds, r.gpu)
+		} else {
+			gone = false
+		}
 		r.done = asked
 		close(r.ended)
 		r.ended = make(chan struct{})
-		_, wanted := s.wants[r.gpu]
-		gone = gone && !wanted
-		if gone && s.rounds[r.gpu] == r {
-			delete(s.rounds, r.gpu)
-		}
 		s.mu.Unlock()
 		if gone {
 			return

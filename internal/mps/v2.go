@@ -33,6 +33,8 @@ const (
 	devicesVariable = "CUDA_VISIBLE_DEVICES"
 )
 
+// daemon's arguments and variables are what a successor knows a daemon by. After a change of them
+// the daemons of an earlier release are foreign.
 func (v v2) daemon(f files, u gpu.UUID) *exec.Cmd {
 	cmd := exec.Command(v.program.path, foreground)
 	if v.multiUser {

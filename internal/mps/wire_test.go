@@ -21,6 +21,7 @@ import (
 
 // TestBadRequestsTakeNothing: a request that cannot be understood changes nothing, and says why.
 func TestBadRequestsTakeNothing(t *testing.T) {
+	t.Parallel()
 	w, _, _ := fresh(t)
 	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
 	ask := func(line string) (r reply) {
@@ -71,6 +72,7 @@ func TestBadRequestsTakeNothing(t *testing.T) {
 
 // TestClientErrors: no supervisor, and one that does not answer.
 func TestClientErrors(t *testing.T) {
+	t.Parallel()
 	dir, err := os.MkdirTemp("", "mps")
 	if err != nil {
 		t.Fatal(err)
@@ -95,6 +97,7 @@ func TestClientErrors(t *testing.T) {
 // TestNothingIsKnown: a supervisor to which no agent has spoken touches nothing, nor does one that
 // cannot read what an agent has said.
 func TestNothingIsKnown(t *testing.T) {
+	t.Parallel()
 	w, _, stop := fresh(t)
 	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
 	stop()
