@@ -256,6 +256,9 @@ func (k *keeper) remains() error {
 			return err
 		}
 	}
+	if err := k.files.clear(); err != nil {
+		return &Problem{Files, fmt.Sprintf("remove the socket of a daemon that has ended: %v", err)}
+	}
 	servers := pids(all, aServer)
 	k.servers(servers)
 	if len(servers) > 0 {
