@@ -3,6 +3,8 @@
 package mps
 
 import (
+	"bytes"
+	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -89,7 +91,31 @@ const (
 )
 
 // embedded is how 535, 550 and 555 carry their version: as a string of its own.
-var embedded = regexp.MustCompile(`\x00([0-9]{3}\.[0-9]{2,3}(?:\.[0-9]{2})?)\x00`)
+var embedded = regexp.MustCompile(`^\x00([0-9]{3}\.[0-9]{2,3}(?:\.[0-9]{2})?)\x00`)
+
+// embeddedIn returns the only such string, or "". It looks at what is around each point, since the
+// expression alone takes seconds for a large program.
+func embeddedIn(data []byte) (version string) {
+	const before = len("\x00555")
+	for at := 0; ; at++ {
+		next := bytes.IndexByte(data[at:], '.')
+		if next < 0 {
+			return version
+		}
+		at += next
+		if at < before || data[at-before] != 0 {
+			continue
+		}
+		found := embedded.FindSubmatch(data[at-before : min(at+16, len(data))])
+		switch {
+		case found == nil:
+		case version != "":
+			return ""
+		default:
+			version = string(found[1])
+		}
+	}
+}
 
 // of returns the version of a program: the driver's, or a hash of the program if it does not have
 // exactly one such string. Different drivers have different hashes.
@@ -114,10 +140,7 @@ func (v *versions) of(path string) (string, error) {
 		return "", err
 	}
 	sum := sha256.Sum256(data)
-	version := "sha256:" + hex.EncodeToString(sum[:6])
-	if found := embedded.FindAllSubmatch(data, 2); len(found) == 1 {
-		version = string(found[0][1])
-	}
+	version := cmp.Or(embeddedIn(data), "sha256:"+hex.EncodeToString(sum[:6]))
 	if v.known == nil || len(v.known) >= mostVersions {
 		v.known = map[identity]string{}
 	}

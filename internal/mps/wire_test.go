@@ -120,6 +120,20 @@ func TestNothingIsKnown(t *testing.T) {
 	}
 }
 
+// TestVersion: the driver's version is in a program once, as a string of its own.
+func TestVersion(t *testing.T) {
+	for data, want := range map[string]string{
+		"a|550.163.01|b": "550.163.01", "|580.65|": "580.65", "550.163.01|": "", "|550.163.01": "",
+		"|550.163.01| |550.163.01|": "", "|1550.163.01|": "", "|550.163.01.1|": "", "|55.163.01|": "",
+		"": "", ".": "", "|555.": "", "|%d.%d|555.58.02|": "555.58.02",
+	} {
+		data = strings.ReplaceAll(data, "|", "\x00") // or the emulated programs, which are this one, have them
+		if got := embeddedIn([]byte(data)); got != want {
+			t.Errorf("%q: %q, want %q", data, got, want)
+		}
+	}
+}
+
 // TestSplit: only whole answers count.
 func TestSplit(t *testing.T) {
 	marks := []string{"end-a", "end-b"}

@@ -129,7 +129,7 @@ func (d *daemon) quitLocked(force bool) {
 	for _, name := range []string{"log", "nvidia-cuda-mps-control.pid"} { // the sockets stay
 		_ = os.Remove(d.dir + "/" + name)
 	}
-	os.Exit(0)
+	exit(0)
 }
 
 func lines(pids []int) string {

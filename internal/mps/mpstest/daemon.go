@@ -110,6 +110,7 @@ func daemonMain() int {
 		return 1
 	}
 	signal.Ignore(syscall.SIGPIPE)
+	go endWithTest()
 	d := &daemon{dir: dir, percent: 100, servers: map[int]*mpsServer{}}
 	_ = syscall.Unlink(filepath.Join(dir, "log"))
 	if err := syscall.Mkfifo(filepath.Join(dir, "log"), 0o777); err != nil {

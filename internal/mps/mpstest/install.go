@@ -5,10 +5,14 @@ package mpstest
 import (
 	"encoding/json"
 	"errors"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
+	"syscall"
 	"testing"
+	"time"
 )
 
 // Names of the programs.
@@ -21,10 +25,30 @@ const (
 func Main() {
 	switch filepath.Base(os.Args[0]) {
 	case controlName:
-		os.Exit(control(os.Args[1:]))
+		exit(control(os.Args[1:]))
 	case serverName:
-		os.Exit(server())
+		go endWithTest()
+		exit(server())
 	}
+}
+
+// exit ends the process at once. os.Exit would wait for a second below the race detector.
+func exit(code int) { _, _, _ = syscall.RawSyscall(syscall.SYS_EXIT_GROUP, uintptr(code), 0, 0) }
+
+// endWithTest ends the process when the test's has ended, also by a panic.
+func endWithTest() {
+	data, err := os.ReadFile(filepath.Join(here(), "test"))
+	if err != nil {
+		panic(err)
+	}
+	test, err := strconv.Atoi(string(data))
+	if err != nil {
+		panic(err)
+	}
+	for syscall.Kill(test, 0) == nil {
+		time.Sleep(200 * time.Millisecond)
+	}
+	exit(1)
 }
 
 // Install makes a directory with the emulated programs of a driver.
@@ -39,24 +63,42 @@ func Install(t testing.TB, version string) string {
 // changed.
 func Replace(t testing.TB, dir, version string) {
 	t.Helper()
-	self, err := os.Executable()
-	if err != nil {
+	fresh := filepath.Join(dir, ".fresh")
+	if err := program(fresh, version); err != nil {
 		t.Fatal(err)
 	}
-	data, err := os.ReadFile(self)
-	if err != nil {
-		t.Fatal(err)
-	}
-	data = append(data, "\x00"+version+"\x00"...) // as NVIDIA's have it among their strings
 	for _, name := range []string{controlName, serverName} {
-		fresh := filepath.Join(dir, "."+name)
-		if err := errors.Join(os.WriteFile(fresh, data, 0o755), os.Rename(fresh, filepath.Join(dir, name))); err != nil {
+		link := fresh + name
+		if err := errors.Join(os.Link(fresh, link), os.Rename(link, filepath.Join(dir, name))); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := os.WriteFile(filepath.Join(dir, "version"), []byte(version), 0o644); err != nil {
+	if err := os.Remove(fresh); err != nil {
 		t.Fatal(err)
 	}
+	if err := errors.Join(os.WriteFile(filepath.Join(dir, "version"), []byte(version), 0o644),
+		os.WriteFile(filepath.Join(dir, "test"), []byte(strconv.Itoa(os.Getpid())), 0o644)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// program copies the test binary, with a version as NVIDIA's programs have it among their strings.
+func program(path, version string) (err error) {
+	self, err := os.Open("/proc/self/exe")
+	if err != nil {
+		return err
+	}
+	defer self.Close()
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	if _, err := io.Copy(f, self); err != nil {
+		return err
+	}
+	_, err = f.WriteString("\x00" + version + "\x00")
+	return err
 }
 
 // Behaviour is how daemons behave. Its zero value is as NVIDIA's do.
