@@ -61,8 +61,8 @@
 // its arguments, its directory and GPU in the environment, and its program are right, and if it
 // still has the same start time afterwards. PID and start time identify it from then on. A socket
 // without a listener is stale and is removed. Before a start the keeper looks through /proc for
-// processes of its own mount namespace with this directory: a daemon that has not listened yet is awaited, and servers of a
-// dead daemon are reported ([Orphans]) and not joined by a second server.
+// processes of its own mount namespace with this directory. It waits for a daemon that has not
+// listened yet. It reports servers of a dead daemon ([Orphans]) and starts none beside them.
 //
 // # What it takes from a control program
 //
@@ -78,8 +78,9 @@
 //
 // A driver whose daemon has no multi-user mode is refused ([NoMultiUser]): 550 and older. The
 // supervisor must be in the host's PID namespace, or no PID means anything. Root in a container may
-// tell its daemon to detach other clients, and may keep the daemon's one place for a control
-// program; then Answered grows old. The package does not know partitions, containers or memory
+// tell its daemon to detach other clients, and to change a server's percentage until the next round
+// sets it back. It may keep the daemon's one place for a control program; then Answered grows old.
+// The package does not know partitions, containers or memory
 // limits, sets no compute mode, and never uses MPS's memory limits. It ends no daemon that hangs.
 //
 // # MPS v3

@@ -5,10 +5,13 @@ package mps
 import (
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/socket"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -135,6 +138,17 @@ func same(a, b string) bool {
 	}
 	y, err := os.Lstat(b)
 	return err == nil && os.SameFile(x, y)
+}
+
+// printed returns the beginning of what the daemon has printed, on one line.
+func (f files) printed() string {
+	file, err := os.Open(f.output())
+	if err != nil {
+		return ""
+	}
+	defer file.Close()
+	said, _ := io.ReadAll(io.LimitReader(file, 4<<10)) // what could be read is as good as it gets
+	return brief.Cut(strings.Join(strings.Fields(string(said)), " "), 300)
 }
 
 // mostOutput is the size from which a file that a daemon writes is truncated. A daemon writes some

@@ -206,8 +206,8 @@ func (k *keeper) reachable() error {
 	if pid, err := listener(k.files.socket()); err != nil && !errors.Is(err, errNotListening) || pid == k.process.pid {
 		return nil // the question after this one is whether it answers
 	} else if err == nil {
-		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s, and the GPU's daemon is process %d: end process %[1]d",
-			pid, k.files.socket(), k.process.pid)}
+		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s, and the GPU's daemon is process %d: "+
+			"end process %[1]d", pid, k.files.socket(), k.process.pid)}
 	}
 	return k.endUnreachable(k.process)
 }
@@ -353,8 +353,7 @@ func (k *keeper) start(ctx context.Context, p program) error {
 	pid := cmd.Process.Pid
 	if err := k.listens(ctx, cmd); err != nil {
 		k.later()
-		said, _ := os.ReadFile(k.files.output())
-		text := brief.Cut(strings.Join(strings.Fields(string(said)), " "), 300)
+		text := k.files.printed()
 		if code := c.refusal(text); code == NoMultiUser {
 			k.refused = p.file
 			return &Problem{code, fmt.Sprintf("%s of driver %s has no %s (it says %q): use a driver of R555 or later",

@@ -104,15 +104,26 @@ func New(opts Options) (*Supervisor, error) {
 	return s, nil
 }
 
+// lockWait is how long a new supervisor waits for the lock. A process that the former one was just
+// starting when it was killed has the lock, too, until it executes its program.
+const lockWait = time.Second
+
 // take takes the lock, which the kernel frees at the end of the process.
 func (s *Supervisor) take() (err error) {
 	if s.lock, err = s.root.OpenFile("lock", os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return fmt.Errorf("open the lock of MPS: %w", err)
 	}
-	if err := unix.Flock(int(s.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return fmt.Errorf("lock %s: %v: %w by another supervisor", filepath.Join(s.root.Name(), "lock"), err, gpu.ErrInUse)
+	for end := time.Now().Add(lockWait); ; time.Sleep(10 * time.Millisecond) {
+		err := unix.Flock(int(s.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return nil
+		}
+		if errors.Is(err, unix.EWOULDBLOCK) && time.Now().Before(end) {
+			continue
+		}
+		return fmt.Errorf("lock %s: %v: %w by another supervisor",
+			filepath.Join(s.root.Name(), "lock"), err, gpu.ErrInUse)
 	}
-	return nil
 }
 
 // Close frees the state directory. It ends no daemon.

@@ -171,7 +171,8 @@ func readLine(from io.Reader, most int) ([]byte, error) {
 	b := bufio.NewReader(io.LimitReader(from, int64(most)))
 	line, err := b.ReadBytes('\n')
 	if errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("%d bytes without the end of a line; want at most %d: %w", len(line), most, gpu.ErrInvalid)
+		return nil, fmt.Errorf("%d bytes without the end of a line; want at most %d: %w",
+			len(line), most, gpu.ErrInvalid)
 	}
 	return line, err
 }

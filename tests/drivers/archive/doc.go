@@ -8,5 +8,5 @@
 //	if errors.Is(err, archive.ErrHash) { … } // not what was pinned
 //
 // Nothing is installed, and the machine's lists and packages stay as they are. A test skips itself
-// where a package is not to be had.
+// if the archive does not have a package.
 package archive
