@@ -19,6 +19,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/pkg/memcap/lib"
+	"example.com/gpu-agent/tests/drivers/archive"
 	emulib "example.com/gpu-agent/tests/emulator/lib"
 	"example.com/gpu-agent/tests/memcap/capsule"
 )
@@ -80,9 +81,9 @@ func open(t *testing.T) *bench {
 // library is a package's library, or the reason why the test is skipped.
 func library(t *testing.T, d deb, prefix string) string {
 	t.Helper()
-	path, err := d.library(t.Context(), prefix)
+	path, err := d.Library(t.Context(), prefix)
 	switch {
-	case errors.Is(err, errHash):
+	case errors.Is(err, archive.ErrHash):
 		t.Fatal(err)
 	case err != nil:
 		t.Skipf("no judge: %v", err)

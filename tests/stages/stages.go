@@ -229,8 +229,11 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{hasty(formed(".", "./deployments", "-skip=^TestChart")), test("tests/monitoring", "-count=1", limit, "./...")},
 		},
 		{
-			name: "drivers", what: "memory caps in front of real drivers' libraries, as Debian has them", after: []string{"host"}, lane: beside, set: whole,
-			commands: []command{test(".", "-count=1", limit, "./tests/drivers")},
+			name: "drivers", what: "memory caps in front of real drivers' libraries, and MPS's real control daemons, as Debian has them", after: []string{"host"}, lane: beside, set: whole,
+			commands: []command{
+				test(".", "-count=1", limit, "./tests/drivers"),
+				test(".", "-count=1", limit, "./internal/mps", "-run=^TestReal", "-real"),
+			},
 		},
 		{
 			// It takes the image's packages, and the API server.

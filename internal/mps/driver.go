@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mps
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Driver says where the driver's files are.
+type Driver struct {
+	// Programs is the directories that have the driver's programs; the first comes first. The
+	// daemon finds its server in them.
+	Programs []string
+	// Libraries is the directory of the driver's libraries, for the dynamic linker; empty if it
+	// finds them by itself.
+	Libraries string
+}
+
+// controlProgram is both the daemon and the program that speaks to it.
+const controlProgram = "nvidia-cuda-mps-control"
+
+// program is the driver's control program as it is now.
+type program struct {
+	path    string
+	version string
+	file    identity
+}
+
+// identity tells one content of a file from the next.
+type identity struct {
+	dev, ino uint64
+	size     int64
+	changed  time.Time
+}
+
+func identify(info fs.FileInfo) identity {
+	id := identity{size: info.Size(), changed: info.ModTime()}
+	if st, ok := info.Sys().(*syscall.Stat_t); ok {
+		id.dev, id.ino = st.Dev, st.Ino
+	}
+	return id
+}
+
+// versions reads and remembers versions of programs. It is safe for several goroutines.
+type versions struct {
+	mu    sync.Mutex // guards what follows
+	known map[identity]string
+}
+
+// find returns the driver's control program.
+func (d Driver) find(v *versions) (program, error) {
+	for _, dir := range d.Programs {
+		path := filepath.Join(dir, controlProgram)
+		info, err := os.Stat(path)
+		if err != nil || !info.Mode().IsRegular() || info.Mode()&0o111 == 0 {
+			continue
+		}
+		version, err := v.of(path)
+		if err != nil {
+			return program{}, &Problem{NoProgram, fmt.Sprintf("read the version of %s: %v", path, err)}
+		}
+		return program{path, version, identify(info)}, nil
+	}
+	return program{}, &Problem{NoProgram, fmt.Sprintf("find %s in %s: install the driver's package with MPS",
+		controlProgram, filepath.Join(d.Programs...))}
+}
+
+// running returns the version of the program that a process runs, also if its file is replaced.
+func (v *versions) running(pid int) (string, error) {
+	return v.of(filepath.Join("/proc", strconv.Itoa(pid), "exe"))
+}
+
+const (
+	// mostProgram bounds what is read of a program. NVIDIA's has 54 KB.
+	mostProgram = 32 << 20
+	// mostVersions bounds what is remembered.
+	mostVersions = 64
+)
+
+// embedded is how 535, 550 and 555 carry their version: as a string of its own.
+var embedded = regexp.MustCompile(`^\x00([0-9]{3}\.[0-9]{2,3}(?:\.[0-9]{2})?)\x00`)
+
+// embeddedIn returns the only such string, or "". It looks at what is around each point, since the
+// expression alone takes seconds for a large program.
+func embeddedIn(data []byte) (version string) {
+	const before = len("\x00555")
+	for at := 0; ; at++ {
+		next := bytes.IndexByte(data[at:], '.')
+		if next < 0 {
+			return version
+		}
+		at += next
+		if at < before || data[at-before] != 0 {
+			continue
+		}
+		found := embedded.FindSubmatch(data[at-before : min(at+16, len(data))])
+		switch {
+		case found == nil:
+		case version != "":
+			return ""
+		default:
+			version = string(found[1])
+		}
+	}
+}
+
+// of returns the version of a program: the driver's, or a hash of the program if it does not have
+// exactly one such string. Different drivers have different hashes.
+func (v *versions) of(path string) (string, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return "", err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	id := identify(info)
+	if version, ok := v.known[id]; ok {
+		return version, nil
+	}
+	data, err := io.ReadAll(io.LimitReader(f, mostProgram))
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256(data)
+	version := cmp.Or(embeddedIn(data), "sha256:"+hex.EncodeToString(sum[:6]))
+	if v.known == nil || len(v.known) >= mostVersions {
+		v.known = map[identity]string{}
+	}
+	v.known[id] = version
+	return version, nil
+}

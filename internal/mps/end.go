@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mps
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// end ends all of the GPU's processes of MPS, and removes its directory: first the door, then the
+// daemon by its own command, and by force what is left. Processes of others are left alone.
+func (k *keeper) end(ctx context.Context) error {
+	if err := k.files.shut(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	k.at("shut")
+	k.quit(ctx)
+	k.at("quit")
+	all, err := relatives(k.files.control())
+	if err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	for _, r := range all {
+		if err := r.kill(); err != nil {
+			return &Problem{NotEnded, fmt.Sprintf("end process %d of MPS: %v", r.pid, err)}
+		}
+	}
+	for _, r := range all {
+		if !r.ended(endWait) {
+			return &Problem{NotEnded, fmt.Sprintf("process %d of MPS was killed and lives", r.pid)}
+		}
+	}
+	k.process = process{}
+	if pid, listens := k.stillListens(); listens {
+		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: end it",
+			pid, k.files.socket())}
+	}
+	if err := k.files.clear(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	k.at("cleared")
+	if err := k.files.remove(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	return nil
+}
+
+// stillListens waits for the kernel to close what a killed process had, and returns what listens
+// after that.
+func (k *keeper) stillListens() (pid int, listens bool) {
+	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+		var err error
+		if pid, err = listener(k.files.socket()); err != nil {
+			return 0, false
+		}
+	}
+	return pid, true
+}
+
+// quit has the daemon end itself and its servers. A daemon that does not is left to be killed.
+func (k *keeper) quit(ctx context.Context) {
+	program, err := k.driver.find(k.versions)
+	if err != nil {
+		return // without a program to tell it
+	}
+	pid, err := listener(k.files.socket())
+	if err != nil {
+		return
+	}
+	c := k.make(program)
+	if c.ours(k.files, k.gpu, pid) != nil {
+		return
+	}
+	p, err := processOf(pid)
+	if err != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, endWait)
+	defer cancel()
+	for p.alive() && ctx.Err() == nil { // another control program may have the daemon's one place
+		if err := c.quit(ctx, k.files, force); err != nil {
+			k.log.Warn("the MPS daemon does not quit", "gpu", k.gpu, "err", err)
+		}
+		if p.ended(time.Second) {
+			break
+		}
+	}
+}
+
+// detach detaches clients, and returns what became of each, in the same order. After a client
+// that the daemon has not answered for, it does not ask for the others.
+func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
+	all := make([]Detached, len(clients))
+	for i, pid := range clients {
+		all[i] = Detached{pid, Unanswered}
+	}
+	select {
+	case k.turn <- struct{}{}:
+		defer func() { <-k.turn }()
+		for i := range all {
+			if all[i].Outcome = k.detachOne(ctx, all[i].Client); all[i].Outcome == Unanswered {
+				break
+			}
+		}
+	case <-ctx.Done():
+	case <-time.After(k.patience): // a round waits for a daemon that is silent
+	}
+	k.update(func(d *Daemon) {
+		for _, one := range all {
+			switch one.Outcome {
+			case Gone:
+				d.Detached++
+			case Unanswered:
+				d.TimedOut++
+			case Listed, NoClient:
+			}
+		}
+	})
+	return all
+}
+
+// relist is the time between two looks for whether a client is still listed.
+const relist = 50 * time.Millisecond
+
+func (k *keeper) detachOne(ctx context.Context, client int) Outcome {
+	ctx, cancel := context.WithTimeout(ctx, k.patience)
+	defer cancel()
+	if k.control == nil || !k.process.alive() {
+		return Unanswered
+	}
+	told := false
+	for {
+		s, err := k.look(ctx)
+		switch {
+		case err != nil && told && ctx.Err() != nil:
+			return Listed
+		case err != nil:
+			return Unanswered
+		}
+		at := slices.IndexFunc(s.servers, func(s Server) bool { return slices.Contains(s.Clients, client) })
+		switch {
+		case at < 0 && told:
+			return Gone
+		case at < 0:
+			return NoClient
+		case !told:
+			if err := k.control.terminate(ctx, k.files, s.servers[at].PID, client); err != nil {
+				return Unanswered
+			}
+			told = true
+		}
+		select {
+		case <-ctx.Done():
+			return Listed
+		case <-time.After(relist):
+		}
+	}
+}
+
+// End ends all daemons below a state directory that no supervisor has, and forgets what agents have
+// said. It is what Init does last, and what a clean-up of the node does.
+func End(ctx context.Context, opts Options) error {
+	s, err := New(opts)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	if err := s.save(nil); err != nil {
+		return err
+	}
+	s.adoptWantsLocked(nil)
+	var errs []error
+	for u := range s.allLocked() {
+		r := s.newRounds(u)
+		if !r.round(ctx, nil) {
+			d := r.snapshot()
+			errs = append(errs, d.Err())
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("end the daemons of MPS: %w", err)
+	}
+	return s.root.Remove(wantFile)
+}
