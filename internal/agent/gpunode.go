@@ -150,7 +150,8 @@ func (at *scene) withdrawn(g *status.GPU, layout plan.Layout) status.Cause {
 				continue
 			}
 			if g.Blocked != "" {
-				return status.Why(at.blockedBy(g.UUID), "%s", g.Blocked)
+				// Do not name pods: any user of the API may read the object. The Node's condition does.
+				return status.Why(at.blockedBy(g.UUID), "a change of the GPU's partition waits for those that hold it")
 			}
 			return status.Why(status.NotOffered, "%s", dev.Reason)
 		}

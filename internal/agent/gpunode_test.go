@@ -343,3 +343,30 @@ func (b *bench) wantLargest(r gpunode.Resource) {
 		b.t.Errorf("%s: %d are told to fit, and %d do: %v", r.Name, r.Largest, r.Largest+1, got)
 	}
 }
+
+// TestGPUNodeMessagesNameNoPods: any user of the API may read the object, so who blocks a change is
+// named on the Node alone.
+func TestGPUNodeMessagesNameNoPods(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := start(t, newOutside(2), t.TempDir(), allShared)
+		defer b.end()
+		time.Sleep(time.Minute)
+		b.hold("secret-a", memResource, string(uuid(0))+"::1")
+		b.SetFile("p.yaml", []byte(allWhole))
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		if m := b.message(); !strings.Contains(m, "secret-a") {
+			t.Fatalf("the Node is told %q: this test blocks nothing", m)
+		}
+		s := b.GPUNode(gpunode.InPods)
+		conditions := s.Conditions
+		for i := range s.GPUs {
+			conditions = append(conditions, s.GPUs[i].Conditions...)
+		}
+		for _, c := range conditions {
+			if strings.Contains(c.Message, "secret") {
+				t.Errorf("%s: %s", c.Type, c.Message)
+			}
+		}
+	})
+}
