@@ -91,6 +91,13 @@ func (l *leftBehind) ResetComputeMode(_ context.Context, u gpu.UUID) error {
 	return l.refuse
 }
 
+// counts is how often setups and the surroundings were read.
+func (l *leftBehind) counts() (reads, looks int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.reads, l.looks
+}
+
 // changed is how often a compute mode was set.
 func (l *leftBehind) changed() int {
 	l.mu.Lock()
@@ -372,18 +379,18 @@ func TestSetupsAreReadRarely(t *testing.T) {
 		o.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 79, GI: -1, CI: -1}
 		var before int
 		b.with(func() { before = o.readings })
-		reads := o.left.reads
+		setupsBefore, _ := o.left.counts()
 		time.Sleep(setupsEvery - time.Minute)
 		synctest.Wait()
 		var probes int
 		b.with(func() { probes = o.readings - before })
-		if probes < 4 || o.left.reads != reads || o.left.looks != 1 {
-			t.Errorf("%d readings of the GPUs, %d more of their setups, %d looks at the node", probes, o.left.reads-reads, o.left.looks)
+		if reads, looks := o.left.counts(); probes < 4 || reads != setupsBefore || looks != 1 {
+			t.Errorf("%d readings of the GPUs, %d more of their setups, %d looks at the node", probes, reads-setupsBefore, looks)
 		}
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
-		if o.left.reads != reads+2 || o.left.looks != 2 {
-			t.Errorf("%d more readings of setups after %s, want one for each GPU; %d looks", o.left.reads-reads, setupsEvery, o.left.looks)
+		if reads, looks := o.left.counts(); reads != setupsBefore+2 || looks != 2 {
+			t.Errorf("%d more readings of setups after %s, want one for each GPU; %d looks", reads-setupsBefore, setupsEvery, looks)
 		}
 	})
 }
@@ -398,8 +405,11 @@ func TestFirstOfferDoesNotWaitForSetups(t *testing.T) {
 		b := start(t, o, t.TempDir(), allShared)
 		defer b.end()
 		time.Sleep(time.Second)
-		if readings != 2 || o.left.reads != 1 {
-			t.Errorf("%d readings of setups, in reading %d of the GPUs; want one, in the second", o.left.reads, readings)
-		}
+		reads, _ := o.left.counts()
+		o.with(func() {
+			if readings != 2 || reads != 1 {
+				t.Errorf("%d readings of setups, in reading %d of the GPUs; want one, in the second", reads, readings)
+			}
+		})
 	})
 }
