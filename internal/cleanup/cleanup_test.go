@@ -55,6 +55,25 @@ func TestUnknownHoldersKeepEverything(t *testing.T) {
 	}
 }
 
+// beside starts a kubelet and a runtime, and has n ask them, until the test ends.
+func (n *Node) beside(t *testing.T, root string) (*fakes.Kubelet, *fakes.Runtime) {
+	t.Helper()
+	k, err := fakes.StartKubelet(fakes.KubeletOptions{Dir: n.KubeletDir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(k.Stop)
+	socket := filepath.Join(root, "containerd.sock")
+	r, err := fakes.StartRuntime(socket, fakes.Pod{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.Stop)
+	n.Runtime = node.NewRuntime(node.RuntimeOptions{Endpoint: socket, AnnotationPrefix: cdi.AnnotationName(n.Domain, ""), Logger: slog.New(slog.DiscardHandler)})
+	t.Cleanup(func() { n.Runtime.Close() })
+	return k, r
+}
+
 // While anybody knows of a pod that holds devices, everything stays, and the pod is named.
 // When it has ended, nothing of the agent is left.
 func TestHoldersKeepEverything(t *testing.T) {
@@ -63,19 +82,7 @@ func TestHoldersKeepEverything(t *testing.T) {
 		NFDDir: filepath.Join(root, "nfd"), Domain: "example.com", ResourceDomain: "example.com"}
 	touched := 0
 	n.Object = func(context.Context) error { touched++; return nil }
-	k, err := fakes.StartKubelet(fakes.KubeletOptions{Dir: n.KubeletDir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer k.Stop()
-	socket := filepath.Join(root, "containerd.sock")
-	r, err := fakes.StartRuntime(socket, fakes.Pod{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Stop()
-	n.Runtime = node.NewRuntime(node.RuntimeOptions{Endpoint: socket, AnnotationPrefix: cdi.AnnotationName(n.Domain, ""), Logger: slog.New(slog.DiscardHandler)})
-	defer n.Runtime.Close()
+	k, r := n.beside(t, root)
 	files := []string{filepath.Join(n.CDIDir, "example.com-gpu-0123456789abcdef.json"), filepath.Join(n.StateDir, "state.json")}
 	for _, f := range files {
 		if err := errors.Join(os.MkdirAll(filepath.Dir(f), 0o700), os.WriteFile(f, []byte("{}"), 0o600)); err != nil {
@@ -149,19 +156,7 @@ func TestHoldersNameTheResource(t *testing.T) {
 	const key = "0123456789abcdef"
 	root := t.TempDir()
 	n := Node{KubeletDir: filepath.Join(root, "kubelet"), Domain: "example.com", ResourceDomain: "example.com"}
-	k, err := fakes.StartKubelet(fakes.KubeletOptions{Dir: n.KubeletDir})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer k.Stop()
-	socket := filepath.Join(root, "containerd.sock")
-	r, err := fakes.StartRuntime(socket, fakes.Pod{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Stop()
-	n.Runtime = node.NewRuntime(node.RuntimeOptions{Endpoint: socket, AnnotationPrefix: cdi.AnnotationName(n.Domain, ""), Logger: slog.New(slog.DiscardHandler)})
-	defer n.Runtime.Close()
+	_, r := n.beside(t, root)
 
 	for _, c := range []struct{ what, key, value, want string }{
 		{"what Allocate wrote", key, record(t, "example.com/gpu-mem"), "train/job (example.com/gpu-mem)"},
