@@ -72,7 +72,7 @@ func newAdvise() *cobra.Command {
 			case err != nil:
 				return err
 			case r.output.Value == "json":
-				return printJSON(c.OutOrStdout(), out)
+				return command.PrintJSON(c.OutOrStdout(), out)
 			case r.output.Value == "partition":
 				_, err := io.WriteString(c.OutOrStdout(), out.Partition)
 				return err

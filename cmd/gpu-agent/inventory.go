@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -86,7 +85,7 @@ left on them. As JSON it is a recorded inventory, which other commands read with
 				if err != nil {
 					return err
 				}
-				return printJSON(c.OutOrStdout(), inv)
+				return command.PrintJSON(c.OutOrStdout(), inv)
 			}
 			inv, findings, err := look(c.Context(), consoleOf(c), &d, noModes)
 			if err != nil {
@@ -102,12 +101,6 @@ left on them. As JSON it is a recorded inventory, which other commands read with
 	d.register(c.Flags())
 	output = outputFlag(c.Flags(), "text", "json")
 	return c
-}
-
-func printJSON(out io.Writer, v any) error {
-	enc := json.NewEncoder(out)
-	enc.SetIndent("", "  ")
-	return enc.Encode(v)
 }
 
 func printInventory(out io.Writer, inv *gpu.Inventory) error {

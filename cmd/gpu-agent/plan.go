@@ -230,7 +230,7 @@ func (a *planFlags) plan(ctx context.Context, c console, format string) error {
 		return invalid(fmt.Errorf("%s: partition %s does not fit these GPUs", f.name, p.Partition))
 	}
 	if format == "json" {
-		err = printJSON(c.out, p)
+		err = command.PrintJSON(c.out, p)
 	} else {
 		err = status.WritePlan(c.out, p)
 	}

@@ -4,14 +4,10 @@ package main
 
 import (
 	"context"
-	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/obs/agentobs"
@@ -48,24 +44,13 @@ func showStatus(ctx context.Context, c console, address, format string) error {
 		return err
 	}
 	if format == "json" {
-		return printJSON(c.out, s)
+		return command.PrintJSON(c.out, s)
 	}
 	return status.WriteText(c.out, s, textOptions(c))
 }
 
 // textOptions returns options that suit the terminal, or another output.
 func textOptions(c console) status.TextOptions {
-	o := status.TextOptions{Now: time.Now()}
-	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
-	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
-	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")
-	if f, ok := c.out.(*os.File); ok {
-		// This ioctl succeeds only for a terminal.
-		size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
-		o.Color = err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
-		if err == nil && o.Width == 0 {
-			o.Width = int(size.Col)
-		}
-	}
-	return o
+	t := command.TerminalOf(c.out)
+	return status.TextOptions{Width: t.Width, Color: t.Color, ASCII: t.ASCII, Now: time.Now()}
 }

@@ -27,7 +27,7 @@ nvidia-smi topo -m does.`,
 			}
 			m := topology.New(inv).Matrix()
 			if output.Value == "json" {
-				return printJSON(c.OutOrStdout(), m)
+				return command.PrintJSON(c.OutOrStdout(), m)
 			}
 			return m.WriteText(c.OutOrStdout())
 		},

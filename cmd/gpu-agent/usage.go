@@ -386,7 +386,7 @@ func (r *usageReport) presence(c console) error {
 func (r *usageReport) print(out io.Writer, values any, heads []string, rows [][]string) error {
 	switch r.format {
 	case "json":
-		return printJSON(out, values)
+		return command.PrintJSON(out, values)
 	case "csv":
 		w := csv.NewWriter(out)
 		_ = w.WriteAll(append([][]string{heads}, rows...))

@@ -9,13 +9,11 @@ import (
 	"io"
 	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"golang.org/x/sys/unix"
 
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
@@ -45,10 +43,9 @@ the role gpu-agent-operator.`,
 			if err != nil {
 				return err
 			}
-			if output.Value == "json" {
-				return printJSON(c.OutOrStdout(), s)
-			}
-			return status.WriteText(c.OutOrStdout(), s, textOptions(c.OutOrStdout()))
+			return show(c.OutOrStdout(), output, s, func(out io.Writer) error {
+				return status.WriteText(out, s, textOptions(out))
+			})
 		},
 	}
 	to.register(c.Flags())
@@ -68,19 +65,8 @@ func (t *connection) pages(ctx context.Context, node string) (*kubectlgpu.Pages,
 
 // textOptions returns options that suit the terminal, or another output.
 func textOptions(out io.Writer) status.TextOptions {
-	o := status.TextOptions{Now: time.Now()}
-	o.Width, _ = strconv.Atoi(os.Getenv("COLUMNS"))
-	locale := os.Getenv("LC_ALL") + os.Getenv("LC_CTYPE") + os.Getenv("LANG")
-	o.ASCII = locale != "" && !strings.Contains(strings.ToUpper(strings.ReplaceAll(locale, "-", "")), "UTF8")
-	if f, ok := out.(*os.File); ok {
-		// This ioctl succeeds only for a terminal.
-		size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
-		o.Color = err == nil && os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb"
-		if err == nil && o.Width == 0 {
-			o.Width = int(size.Col)
-		}
-	}
-	return o
+	t := command.TerminalOf(out)
+	return status.TextOptions{Width: t.Width, Color: t.Color, ASCII: t.ASCII, Now: time.Now()}
 }
 
 // newTop makes `kubectl gpu top`.
@@ -113,12 +99,12 @@ gpu-agent-operator.`,
 // showSome prints an answer of some nodes, unless it is nil, and returns the error about the others.
 func showSome[T any, P interface {
 	*T
-	writer
+	Write(io.Writer) error
 }](out io.Writer, format *command.Choice, answer P, failed error) error {
 	if answer == nil {
 		return failed
 	}
-	if err := show(out, format, answer); err != nil {
+	if err := show(out, format, answer, answer.Write); err != nil {
 		return err
 	}
 	return failed
@@ -318,12 +304,7 @@ way, 4 if it would be pending or failed for another reason, and 5 if it is wrong
 			if v == nil {
 				return failed
 			}
-			var err error
-			if output.Value == "json" {
-				err = printJSON(c.OutOrStdout(), v)
-			} else {
-				err = v.WritePlan(c.OutOrStdout())
-			}
+			err := show(c.OutOrStdout(), output, v, v.WritePlan)
 			if err = errors.Join(err, failed); err != nil {
 				return err
 			}
@@ -360,12 +341,7 @@ holders is not wrong. The agents answer; it takes the role gpu-agent-operator.`,
 			if v == nil {
 				return failed
 			}
-			var err error
-			if output.Value == "json" {
-				err = printJSON(c.OutOrStdout(), v)
-			} else {
-				err = v.WriteCheck(c.OutOrStdout())
-			}
+			err := show(c.OutOrStdout(), output, v, v.WriteCheck)
 			n := v.Misfits()
 			switch {
 			case err != nil:

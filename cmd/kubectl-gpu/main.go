@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -38,7 +37,7 @@ depends on what you may read.`,
 			if err != nil {
 				return err
 			}
-			return show(c.OutOrStdout(), output, fleet)
+			return show(c.OutOrStdout(), output, fleet, fleet.Write)
 		},
 	}
 	to.register(root.Flags())
@@ -66,19 +65,10 @@ func main() {
 	os.Exit(int(command.ExitOf(err)))
 }
 
-// writer is an answer for people.
-type writer interface{ Write(io.Writer) error }
-
-// show prints an answer in the format that was asked for.
-func show(out io.Writer, format *command.Choice, answer writer) error {
+// show prints an answer in the format that was asked for; write prints it for people.
+func show(out io.Writer, format *command.Choice, answer any, write func(io.Writer) error) error {
 	if format.Value == "json" {
-		return printJSON(out, answer)
+		return command.PrintJSON(out, answer)
 	}
-	return answer.Write(out)
-}
-
-func printJSON(out io.Writer, v any) error {
-	enc := json.NewEncoder(out)
-	enc.SetIndent("", "  ")
-	return enc.Encode(v)
+	return write(out)
 }

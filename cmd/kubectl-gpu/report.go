@@ -103,7 +103,7 @@ code is 1 if an example fails.`,
 			if v == nil || len(v.Examples) == 0 {
 				return err
 			}
-			if failed := show(c.OutOrStdout(), output, v); failed != nil {
+			if failed := show(c.OutOrStdout(), output, v, v.Write); failed != nil {
 				return failed
 			}
 			if err != nil {

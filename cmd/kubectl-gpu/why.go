@@ -44,7 +44,7 @@ not see. Without a kind it takes the first of a pod, a Job and a node that has t
 				return err
 			}
 			d := facts.Explain()
-			return show(c.OutOrStdout(), output, &d)
+			return show(c.OutOrStdout(), output, &d, d.Write)
 		},
 	}
 	to.register(c.Flags())
