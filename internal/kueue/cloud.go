@@ -28,15 +28,18 @@ const (
 
 // cloud answers whether on-prem is full, and brings back what may be moved.
 func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answer {
+	switch s.State {
+	case Ready:
+		return c.comeBack(w, s, movable, v, now)
+	case Pending:
+	default:
+		return nil // Kueue has not acted on the last answer yet
+	}
 	want := c.outside(w, v)
 	h := c.held[c.id(w)]
 	switch {
-	case !want.asks && s.State == Pending:
+	case !want.asks:
 		return ready("it asks for nothing that the GPU agents offer")
-	case s.State == Ready:
-		return c.comeBack(w, s, movable, v, now)
-	case !want.asks, s.State != Pending:
-		return nil
 	case c.split(w, v):
 		return c.goes(w, "on-prem has no quota for all of its pods, and others of them are there")
 	case h != nil && h.by != w.UID:
