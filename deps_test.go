@@ -104,6 +104,7 @@ var packages = []entry{
 	{"pkg/mig", 1, both, "profiles, placements, geometries"},
 	{"pkg/mig/internal/fill", 1, both, "the best way to fill a row with parts"},
 	{"pkg/timeslice", 1, both, "sharing a GPU"},
+	{"pkg/compute", 1, agent, "shares of a GPU's SMs, and whether they are held"},
 	{"pkg/memcap", 1, both, "caps and verdicts"},
 	{"pkg/topology", 1, both, "how near GPUs are"},
 	{"pkg/cdi", 1, agent, "an allocation's CDI spec as a value"},

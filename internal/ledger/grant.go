@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -23,6 +24,8 @@ type Grant struct {
 	// TimeSlice is how long a process may keep the GPU before the next one's turn, as the claim
 	// asks; empty if it does not ask. A GPU has one time slice.
 	TimeSlice gpu.TimeSlice
+	// Compute is the holder's share of the GPU's SMs. It is fixed when the grant is taken.
+	Compute compute.Share
 }
 
 // Fix returns the grant with a cap in bytes, and with what follows from that cap on a GPU with so
@@ -51,13 +54,14 @@ type (
 		Cap       *uint64       `json:"cap,omitempty"`
 		NoRoom    bool          `json:"noRoom,omitempty"`
 		TimeSlice gpu.TimeSlice `json:"timeSlice,omitempty"`
+		Compute   compute.Share `json:"compute,omitzero"`
 	}
 )
 
 // MarshalJSON writes the grant's record. It writes no cap for whole GPUs and MIG instances, since
 // these have none.
 func (g Grant) MarshalJSON() ([]byte, error) {
-	tail := recordTail{NoRoom: g.NoRoom, TimeSlice: g.TimeSlice}
+	tail := recordTail{NoRoom: g.NoRoom, TimeSlice: g.TimeSlice, Compute: g.Compute}
 	if g.Cap.Known && !uncapped(g.Kind()) {
 		tail.Cap = &g.Cap.Bytes
 	}
@@ -84,8 +88,8 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 	if err != nil {
 		return fmt.Errorf("%w: %w", gpu.ErrInvalid, err)
 	}
-	out := Grant{GPU: r.GPU, NoRoom: r.NoRoom, TimeSlice: r.TimeSlice}
-	if out.Piece, err = piece.Read(r.Kind, data, "gpu", "cap", "noRoom", "timeSlice"); err != nil {
+	out := Grant{GPU: r.GPU, NoRoom: r.NoRoom, TimeSlice: r.TimeSlice, Compute: r.Compute}
+	if out.Piece, err = piece.Read(r.Kind, data, "gpu", "cap", "noRoom", "timeSlice", "compute"); err != nil {
 		return fmt.Errorf("%s is not the record of a grant: %w", data, err)
 	}
 	bad := !strings.HasPrefix(string(out.GPU), "GPU-")
@@ -95,6 +99,9 @@ func (g *Grant) UnmarshalJSON(data []byte) error {
 		bad = bad || r.Kind.InMIG() || out.NoRoom // these have no time slice
 	default:
 		bad = true
+	}
+	if r.Compute.Check() != nil || r.Compute != (compute.Share{}) && (!r.Kind.Shared() || out.NoRoom) {
+		bad = true // whole GPUs and MIG instances have all SMs that are theirs
 	}
 	if bad {
 		return fmt.Errorf("%s is not the record of a grant: %w", data, gpu.ErrInvalid)

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -37,6 +38,8 @@ func TestRecord(t *testing.T) {
 		{Grant{GPU: "GPU-a", Piece: piece.Placement{At: mig.Placement{Profile: name(t, "1c.3g.40gb"), Start: 4, Size: 4, CI: 1}}, Cap: piece.NoCap},
 			`{"gpu":"GPU-a","kind":"placement","profile":"1c.3g.40gb","start":4,"size":4,"ci":1}`},
 		{Grant{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}, `{"gpu":"GPU-a","kind":"whole","noRoom":true}`},
+		{Grant{GPU: "GPU-a", Piece: piece.Replica{Number: 1, Of: 4}, Cap: piece.CapOf(1024), Compute: compute.Share{Ceiling: 26}},
+			`{"gpu":"GPU-a","kind":"replica","replica":1,"of":4,"cap":1024,"compute":{"ceiling":26}}`},
 		{Grant{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, TimeSlice: gpu.TimeSliceLong}, `{"gpu":"GPU-a","kind":"whole","timeSlice":"long"}`},
 	} {
 		got, err := json.Marshal(c.grant)
@@ -57,6 +60,7 @@ func TestRecordsThatAreRefused(t *testing.T) {
 		`{"gpu":"GPU-a","kind":"units","units":"0-4294967296"}`, `{"gpu":"GPU-a","kind":"units","units":"0","unitMiB":-1}`,
 		`{"gpu":"GPU-a","kind":"units","units":"0-16777216"}`, `{"gpu":"GPU-a","kind":"replica","of":4000000000}`, `{"gpu":"GPU-a","kind":"replica","replica":2147483647}`,
 		`{"gpu":"GPU-a","kind":"placement","profile":"7x"}`, `{"gpu":"GPU-a","kind":"replica","replica":-1}`, `{"gpu":"GPU-a","kind":"replica","cap":-1}`,
+		`{"gpu":"GPU-a","kind":"whole","compute":{"ceiling":26}}`, `{"gpu":"GPU-a","kind":"replica","of":4,"compute":{"ceiling":101}}`,
 		`{"gpu":"GPU-a","kind":"whole","timeSlice":"2ms"}`, `{"gpu":"GPU-a","kind":"whole","noRoom":true,"timeSlice":"long"}`,
 		`{"gpu":"GPU-a","kind":"placement","profile":"3g.40gb","start":4,"size":4,"timeSlice":"long"}`,
 	} {

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -38,6 +39,9 @@ type Layout struct {
 	// counts its memory units. The GPU is one of these at a time: its first holder decides the MIG
 	// mode.
 	Dynamic bool `json:"dynamic,omitempty"`
+	// Compute is how the containers of a shared GPU share its SMs. Like the devices it changes only
+	// while no allocation is on the GPU.
+	Compute compute.Sharing `json:"compute,omitzero"`
 }
 
 // Divided returns the layout of a GPU that is divided like this and offered through the device
@@ -47,7 +51,7 @@ func Divided(of piece.Division) Layout { return Layout{Known: true, Offers: true
 // Equal reports whether both have the same devices, through the same front-end.
 func (c Layout) Equal(o Layout) bool {
 	return c.Known == o.Known && c.Offers == o.Offers && !c.otherFrontEnd(o) && c.Dynamic == o.Dynamic &&
-		c.Division.Equal(o.Division)
+		c.Compute == o.Compute && c.Division.Equal(o.Division)
 }
 
 // Of returns how the GPU is divided into devices of a kind. ok is false if it offers none.

@@ -375,7 +375,7 @@ func TestLayout(t *testing.T) {
 		{"limit_page.usage", atUsage}, {"limit_page.since", atSince}, {"limit_page.code", atCode}, {"limit_page.sure", atSure},
 		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
 		{"limit_page.done", atDone}, {"limit_page.settled", atSettled}, {"limit_page.shown", atShown}, {"limit_page.shown_settled", atShownAt},
-		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf}, {"limit_page.held", atHeld}, {"limit_page.surely", atSurely}, {"limit_page.bare", atBare},
+		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf}, {"limit_page.held", atHeld}, {"limit_page.surely", atSurely}, {"limit_page.bare", atBare}, {"limit_page.percent", atPercent},
 		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.attempt", useAttempt}, {"usage_page.borrows", useBorrows},

@@ -59,6 +59,7 @@ const (
 	atHeld    = 216
 	atSurely  = 224
 	atBare    = 232
+	atPercent = 240
 
 	uuidRoom = 64
 
@@ -107,6 +108,9 @@ type Limit struct {
 	// bytes. For each context so much of the cap is held back; see DefaultCode. 0: nothing is held
 	// back.
 	Code uint64
+	// Percent is the holder's share of the GPU's SMs under MPS, from 1 to 100. 0: it has no such
+	// share, and its processes are no clients of MPS.
+	Percent int
 	// Since is when the allocation was made or renewed. An older usage page belongs to an earlier
 	// holder and is not used again. Zero: the time is not known, and the page is kept.
 	Since time.Time
@@ -214,6 +218,9 @@ func (l Limit) check() error {
 	if l.Bytes != None && l.Bytes >= most {
 		return fmt.Errorf("limit of %d bytes of %s, which no GPU has: %w", l.Bytes, l.GPU, gpu.ErrInvalid)
 	}
+	if l.Percent < 0 || l.Percent > 100 {
+		return fmt.Errorf("a share of %d percent of %s: %w", l.Percent, l.GPU, gpu.ErrInvalid)
+	}
 	return nil
 }
 
@@ -251,6 +258,7 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 	if context < LeastContext || context > DefaultContext {
 		context = l.Context // from another version of the agent
 	}
+	page.store(atPercent, uint64(l.Percent))
 	page.store(atCode, l.Code)
 	page.setContext(context)
 	if page.load(atEvery) != everyMS {
@@ -285,6 +293,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	binary.LittleEndian.PutUint64(b[atUsage:], usage)
 	binary.LittleEndian.PutUint64(b[atSince:], l.since())
 	binary.LittleEndian.PutUint64(b[atCeiling:], l.Bytes)
+	binary.LittleEndian.PutUint64(b[atPercent:], uint64(l.Percent))
 	copy(b[atUUID:atUUID+uuidRoom-1], l.GPU)
 	// It is written outside the allocation's folder, where each file is a GPU's page.
 	folder, name := filepath.Split(path)

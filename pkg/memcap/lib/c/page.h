@@ -65,6 +65,9 @@ struct limit_page {
      * load. */
     uint64_t held, surely;
     uint64_t bare; /* for the agent: the least that a context was seen to take, in bytes; 0: unknown */
+    /* The holder's share of the GPU's SMs under MPS, in percent, from 1 to 100. 0: its processes are
+     * no clients of MPS. */
+    uint64_t percent;
 };
 
 /* bound = [version:24 | units of 512 bytes:40]: how much of this GPU the container's processes may

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package compute
+
+import "testing"
+
+func TestShareFollowsTheMemory(t *testing.T) {
+	mps := func(factor float64, most int) Sharing { return Sharing{MPS: true, Factor: factor, Max: most} }
+	for _, c := range []struct {
+		s    Sharing
+		part float64
+		want int
+	}{
+		{Sharing{}, 0.5, 0},
+		{mps(0, 0), 20.0 / 79, 26}, // 25.3
+		{mps(2, 80), 20.0 / 79, 51},
+		{mps(2, 80), 60.0 / 79, 80},
+		{mps(1, 0), 1, 100},
+		{mps(1, 0), 20.0 / 80, 25}, // exactly a quarter
+		{mps(1, 0), 1.0 / 3, 34},
+		{mps(3, 0), 1.0 / 3, 100},
+		{mps(0.1, 0), 1.0 / 79, 1},
+		{mps(1, 0), 0, 0},
+	} {
+		if err := c.s.Check(); err != nil {
+			t.Errorf("%v: %v", c.s, err)
+		}
+		if got := c.s.Share(c.part).Ceiling; got != c.want {
+			t.Errorf("%v of %v: %d percent, want %d", c.part, c.s, got, c.want)
+		}
+	}
+	for _, s := range []Sharing{{Factor: 2}, {Max: 5}, mps(0.05, 0), mps(101, 0), mps(-1, 0), mps(1, 101), mps(1, -1)} {
+		if s.Check() == nil {
+			t.Errorf("%+v was accepted", s)
+		}
+	}
+}
+
+// A quarter of n units is 25 percent, and n parts of a GPU never have more than 100 and one percent
+// for each by rounding.
+func TestSharesOfEqualParts(t *testing.T) {
+	s := Sharing{MPS: true}
+	for n := 1; n <= MostClients; n++ {
+		got := s.Share(1 / float64(n)).Ceiling
+		if want := (100 + n - 1) / n; got != want {
+			t.Errorf("one of %d: %d percent, want %d", n, got, want)
+		}
+	}
+}
+
+func TestVerify(t *testing.T) {
+	share := Share{Ceiling: 26}
+	client := Process{PID: 7, Client: true, SMs: 34}
+	for _, c := range []struct {
+		name    string
+		s       Share
+		all     int
+		trouble string
+		of      []Process
+		want    string
+	}{
+		{"held", share, 132, "", []Process{client}, "ceiling 26 %"},
+		{"exactly", share, 132, "", []Process{{8, true, 35}}, "ceiling 26 %"},
+		{"turns", Share{}, 132, "", []Process{client}, "none: containers take turns"},
+		{"daemon", share, 132, "the daemon is dead", []Process{client}, "none: the daemon is dead"},
+		{"nobody", share, 132, "", nil, "none: no process yet"},
+		{"unknown", share, 0, "", []Process{client}, "none: the driver does not tell how many SMs the GPU has"},
+		{"outside", share, 132, "", []Process{client, {9, false, 34}}, "none: process 9 is no client of MPS"},
+		{"silent", share, 132, "", []Process{{9, true, 0}}, "none: process 9 has not said how many SMs it has"},
+		{"too many", share, 132, "", []Process{client, {9, true, 36}},
+			"none: process 9 has 36 SMs, and its share is 35 of 132"},
+	} {
+		if got := Verify(c.s, c.all, c.trouble, c.of).String(); got != c.want {
+			t.Errorf("%s: %s, want %s", c.name, got, c.want)
+		}
+	}
+}
