@@ -205,6 +205,8 @@ type node struct {
 	object *objectSide
 	// strike, if set, is what happens instead of the agent's end; see tracee.
 	strike func()
+	// disk is what the agent's directories lie on.
+	disk disk
 	// back are the changes that the last operation with a way back made on that.
 	back []change
 	// fullJournal says that there is no room for the usage journal.
@@ -358,9 +360,9 @@ func (n *node) launch(args []string, kill int) (*tracee, error) {
 	}
 	defer log.Close()
 	if n.object != nil { // of which writes to the API server are counted alone
-		return startTraced(args, log, kill, n.strike)
+		return startTraced(args, log, kill, n.strike, nil)
 	}
-	return startTraced(args, log, kill, n.strike, n.cdi, n.state)
+	return startTraced(args, log, kill, n.strike, &n.disk, n.cdi, n.state)
 }
 
 func (n *node) logFile(start int) string {
@@ -375,7 +377,7 @@ func (n *node) watch(p *tracee) {
 	if n.ending {
 		return
 	}
-	if !p.mayEnd() {
+	if !p.mayEnd() && !n.disk.excuses(p) {
 		n.wrong = append(n.wrong, fmt.Sprintf("the agent ended by itself: status %#x", p.status))
 	}
 	n.beginLocked(0)
@@ -669,6 +671,9 @@ func (n *node) filesDiffer(held map[string]holding) error {
 		return err
 	}
 	for _, name := range got {
+		if n.disk.left(name) {
+			continue
+		}
 		if base := filepath.Base(name); strings.HasPrefix(base, ".") || strings.Contains(base, "tmp") || strings.Contains(base, "temp") {
 			return fmt.Errorf("a temporary file is left in the state directory: %s", name)
 		}

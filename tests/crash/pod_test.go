@@ -97,20 +97,28 @@ func (n *node) prepare(ctx context.Context, a fakes.Allocation) error {
 // kubelet has against a pod is not.
 func (n *node) leave(ctx context.Context, e *fakes.Endpoint, err error) {
 	switch code := status.Code(err); {
-	case errors.Is(err, fakes.ErrRefused):
+	case errors.Is(err, fakes.ErrRefused), over(ctx): // the caller sees the context's end itself
 	case code == codes.Unavailable || code == codes.Canceled:
-		// The caller sees the context's end itself.
 		_ = n.kubelet.Await(ctx, func(all map[string]fakes.Endpoint) error {
 			if now := all[e.Resource]; now.Gone == nil && now.Registrations == e.Registrations {
 				return errors.New("the plugin's stream is open")
 			}
 			return nil
 		})
+	case n.disk.explains(err):
+		time.Sleep(100 * time.Millisecond) // the controller's next pod does not come at once
 	default:
 		n.mu.Lock()
 		defer n.mu.Unlock()
 		n.wrong = append(n.wrong, fmt.Sprintf("a call of the kubelet's failed: %v", err))
 	}
+}
+
+// over reports whether a context has ended, or is about to: the server of a call may see its deadline
+// a moment before the caller does.
+func over(ctx context.Context) bool {
+	end, ok := ctx.Deadline()
+	return ctx.Err() != nil || ok && time.Until(end) < 100*time.Millisecond
 }
 
 // outlived is an entry of the checkpoint for each GPU, of a pod that another plugin

@@ -25,7 +25,9 @@ type tracee struct {
 	status syscall.WaitStatus
 }
 
-func startTraced([]string, *os.File, int, func(), ...string) (*tracee, error) { return nil, errArch }
+func startTraced([]string, *os.File, int, func(), *disk, ...string) (*tracee, error) {
+	return nil, errArch
+}
 
 func (t *tracee) arm(int, func())        {}
 func (t *tracee) mayEnd() bool           { return false }

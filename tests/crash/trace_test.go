@@ -141,12 +141,15 @@ type tracee struct {
 	// strike, if set, is what happens at the change to kill at, instead of this program's
 	// end: somebody else's.
 	strike func()
+
+	// disk is what the directories lie on; nil is one that never fails.
+	disk *disk
 }
 
-// startTraced starts a program. Its output goes to a file. kill is as in arm, and strike as
+// startTraced starts a program. Its output goes to a file. kill is as in arm, and strike and disk as
 // in tracee: whoever starts a program to kill it may not be late.
-func startTraced(argv []string, output *os.File, kill int, strike func(), dirs ...string) (*tracee, error) {
-	t := &tracee{done: make(chan struct{}), kill: kill, strike: strike}
+func startTraced(argv []string, output *os.File, kill int, strike func(), on *disk, dirs ...string) (*tracee, error) {
+	t := &tracee{done: make(chan struct{}), kill: kill, strike: strike, disk: on}
 	for _, dir := range dirs {
 		// The kernel names open files by their real paths.
 		real, err := filepath.EvalSymlinks(dir)
@@ -318,10 +321,14 @@ func (t *tracee) meet(tid int, known map[int]bool) {
 	if !ok || !t.watched(path) || idle(s, path) {
 		return
 	}
-	if t.note(change{s.name, path}) {
+	c := change{s.name, path}
+	if t.note(c) {
 		for other := range known {
 			_ = unix.Kill(other, unix.SIGKILL) // it may have ended
 		}
+	} else if errno := t.disk.refuses(c); errno != 0 {
+		regs.Orig_rax, regs.Rax = ^uint64(0), -uint64(errno) // the call is not made, and returns this
+		_ = unix.PtraceSetRegsAmd64(tid, &regs)              // it may have been killed
 	}
 }
 

@@ -71,7 +71,7 @@ func TestTheTracerKillsBeforeTheKthChange(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p, err := startTraced([]string{"/usr/bin/env", writerEnv + "=" + dir, self}, log, k, nil, dir)
+		p, err := startTraced([]string{"/usr/bin/env", writerEnv + "=" + dir, self}, log, k, nil, nil, dir)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -121,7 +121,7 @@ var canTrace = sync.OnceValue(func() error {
 		return err
 	}
 	defer log.Close()
-	p, err := startTraced([]string{"/bin/true"}, log, 0, nil)
+	p, err := startTraced([]string{"/bin/true"}, log, 0, nil, nil)
 	if err != nil {
 		return err
 	}

@@ -42,6 +42,8 @@ type Dir struct {
 	// mu keeps writers of one file apart. The files need no guard, since a rename replaces them at
 	// once.
 	mu sync.Mutex
+	// left has the temporary files that failed writes could not remove, by name; guarded by mu.
+	left []string
 }
 
 // Open creates the directory if it is missing (mode 0755), and returns it. It removes temporary
@@ -105,6 +107,9 @@ func (d *Dir) Write(key string, spec *specs.Spec) error {
 		_, err := f.Write(data)
 		return err
 	}); err != nil {
+		if _, gone := root.Lstat(temp); gone == nil {
+			d.left = append(d.left, temp)
+		}
 		return fmt.Errorf("write %s: %w; check free space, permissions, and what else has that name", d.file(name), err)
 	}
 	return nil
@@ -234,13 +239,15 @@ func (d *Dir) Read(key string) (*specs.Spec, error) {
 }
 
 // List returns the keys of the allocations that have a file, sorted. Only regular files count: a
-// link or a directory of such a name does not.
+// link or a directory of such a name does not. List removes temporary files of failed writes, if the
+// disk allows that by now.
 func (d *Dir) List() ([]string, error) {
 	root, err := d.open()
 	if err != nil {
 		return nil, err
 	}
 	defer root.Close()
+	d.clear(root)
 	names, err := d.names(root)
 	if err != nil {
 		return nil, err
@@ -253,6 +260,16 @@ func (d *Dir) List() ([]string, error) {
 	}
 	slices.Sort(keys)
 	return keys, nil
+}
+
+// clear removes what failed writes have left.
+func (d *Dir) clear(root *os.Root) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.left = slices.DeleteFunc(d.left, func(name string) bool {
+		err := root.Remove(name)
+		return err == nil || errors.Is(err, fs.ErrNotExist)
+	})
 }
 
 // open opens the directory for one operation. /var/run/cdi is on a tmpfs that others clean up. A
