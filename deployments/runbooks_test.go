@@ -10,7 +10,8 @@ import (
 )
 
 // situations have sections beside those of alerts and codes.
-var situations = []string{"The agent is killed for memory", "The agent is in a crash loop", "Hours without the API server", "containerd with CDI off"}
+var situations = []string{"The agent is killed for memory", "The agent is in a crash loop",
+	"The disk is full, or returns errors", "The agent can open no more files", "Hours without the API server", "containerd with CDI off"}
 
 // Each alert and each reason code has a section, and each section is of one. It says what it means, what
 // to look at and what to do.

@@ -414,6 +414,7 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 		n.strike = func() { op.strike(n) }
 	}
 	var armed *tracee
+	had := len(n.log())
 	do := op.do
 	if op.start {
 		n.end()
@@ -441,7 +442,9 @@ func (n *node) try(ctx context.Context, op operation, k int) (changes []change, 
 	if !killed {
 		armed.arm(0, nil)
 	}
-	n.disk.heal()
+	if errno := n.disk.heal(); errno != 0 && err == nil && !strings.Contains(n.log()[had:], errno.Error()) {
+		err = fmt.Errorf("the disk failed with %q, which is in no log of the agent", errno.Error())
+	}
 	step("back", op.after)
 	if op.back != nil {
 		n.back, _ = armed.seen()

@@ -4,6 +4,7 @@ package crash
 
 import (
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -37,13 +38,30 @@ func (d *disk) fail(errno syscall.Errno) {
 	d.dirty = d.dirty || errno == syscall.EIO
 }
 
-// heal has the disk be as it was.
-func (d *disk) heal() (calls int) {
+// heal has the disk be as it was. It returns the error that calls have got, 0 if none has.
+func (d *disk) heal() (errno syscall.Errno) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	calls = d.calls
+	if d.calls > 0 {
+		errno = d.errno
+	}
 	d.errno, d.until, d.calls = 0, time.Time{}, 0
-	return calls
+	return errno
+}
+
+// log returns the logs of all processes of the agent.
+func (n *node) log() string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var all strings.Builder
+	for i := 1; i <= n.starts; i++ {
+		text, err := os.ReadFile(n.logFile(i))
+		if err != nil {
+			n.wrong = append(n.wrong, err.Error())
+		}
+		all.Write(text)
+	}
+	return all.String()
 }
 
 // refuses returns the error of a change; 0 if it is made. A full disk refuses what takes room.
@@ -57,7 +75,9 @@ func (d *disk) refuses(c change) syscall.Errno {
 		return 0
 	}
 	if d.errno == syscall.EMFILE {
-		d.calls++ // the kernel refuses those that open a file
+		if strings.HasPrefix(c.call, "open") {
+			d.calls++ // the kernel refuses it
+		}
 		return 0
 	}
 	if d.errno == syscall.ENOSPC && slices.Contains(frees, c.call) {
@@ -136,7 +156,7 @@ func TestDisk(t *testing.T) {
 	if d.refuses(write) != syscall.EIO || d.refuses(remove) != syscall.EIO {
 		t.Error("a disk with errors accepts something")
 	}
-	if d.heal() != 2 || d.refuses(write) != 0 {
+	if d.heal() != syscall.EIO || d.refuses(write) != 0 || d.heal() != 0 {
 		t.Error("a disk that was healed refuses a write")
 	}
 }
