@@ -210,6 +210,8 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		Observer: &agent.HeapLimit{Observer: d.metrics, Listed: func() int { return d.loop.Listed() }},
 		Account:  f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
 	}
+	limiter := guard.ByCgroup{Driver: d.driver, Runtime: d.runtime}
+	d.worlds.Limits = limiter
 	if f.nodeName != "" {
 		if err := d.connect(f); err != nil {
 			return err
@@ -230,7 +232,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	plugins := d.newPlugins(f.node.kubeletDir)
 	d.worlds.Plugins = plugins
 	d.loop = agent.New(d.options, d.worlds)
-	d.watchdog = d.newWatchdog(&f.cap, proc)
+	d.watchdog = d.newWatchdog(&f.cap, proc, limiter, lib.OpenOutcomes(f.node.stateDir))
 	if err := d.serve(ctx, f, plugins); err != nil && !errors.Is(err, context.Canceled) {
 		return err
 	}
@@ -344,7 +346,7 @@ func (d *daemon) newPlugins(kubeletDir string) *plugin.Kubelet {
 	})
 }
 
-func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc) *guard.Guard {
+func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc, limiter guard.Limiter, outcomes *lib.Outcomes) *guard.Guard {
 	watch := guard.Worlds{
 		Driver:      d.driver,
 		Allocations: d.loop,
@@ -352,7 +354,8 @@ func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc) *guard.Guard {
 		Runtime:     d.runtime,
 		Pages:       guard.Counters{Pages: d.caps.Pages},
 		Observer:    agent.Offences{Metrics: d.metrics, Account: d.worlds.Account},
-		Limiter:     guard.ByCgroup{Driver: d.driver, Runtime: d.runtime},
+		Limiter:     limiter,
+		Outcomes:    &guard.HookOutcomes{All: outcomes, Runtime: d.runtime},
 	}
 	if d.cluster != nil {
 		watch.Cluster = d.cluster

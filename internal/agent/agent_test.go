@@ -64,6 +64,8 @@ type outside struct {
 	figures   map[gpu.UUID]gpu.Health
 	hang      chan struct{} // if set, Inventory waits for it, or for its deadline
 	left      *leftBehind   // nil where nothing is looked for
+	able      *able         // nil where the driver is not asked for limits
+	openCaps  bool
 	letGo     bool
 	letGoErr  error
 	rounds    int
@@ -483,14 +485,17 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	}
 	b := &bench{outside: o, t: t, dir: cdiDir, log: &logBuffer{}}
 	worlds := Worlds{GPUNodes: o.gpuNodes.world(), Driver: o, Files: files, Caps: o.caps, Kubelet: o, Runtime: runtime{o}, Plugins: plugins{o}, Store: store, Cluster: o, DRA: o.dra.worlds(), Features: f, Observer: o}
+	if o.able != nil {
+		worlds.Limits = o.able
+	}
 	if o.left != nil {
 		worlds.Setups, worlds.PodOf = o.left, o.left.podOf
 	}
 	b.Agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
-		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
-		HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
+		Health:   health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
+		OpenCaps: o.openCaps, HoldersIn: o.holdersIn, HoldScaleDown: o.hold, NeverReset: o.neverReset, ReclaimForeign: o.reclaim, KeepOffering: o.keepOffering,
 		Log: slog.New(slog.NewTextHandler(b.log, nil)),
 	}, worlds)
 	o.with(func() { o.agent = b.Agent })
@@ -1002,6 +1007,9 @@ func TestDriverIsLetGo(t *testing.T) {
 		"NVIDIA's upgrade":            {labels: map[string]string{"nvidia.com/gpu-driver-upgrade-state": "pod-restart-required"}, letGo: true},
 		"NVIDIA's upgrade, done":      {labels: map[string]string{"nvidia.com/gpu-driver-upgrade-state": "upgrade-done"}},
 		"NVIDIA's driver manager":     {labels: map[string]string{"nvidia.com/gpu.deploy.device-plugin": "paused-for-driver-upgrade"}, letGo: true},
+		"a value of its own, paused":  {labels: map[string]string{"nvidia.com/gpu.deploy.client": "batch_paused-for-driver-upgrade"}, letGo: true},
+		"a value of its own":          {labels: map[string]string{"nvidia.com/gpu.deploy.client": "batch"}},
+		"not of the operator's":       {labels: map[string]string{"example.org/client": "paused-for-driver-upgrade"}},
 		"our label on a cordoned one": {labels: map[string]string{"example.com/gpu.driver-release": "true"}, cordoned: true, letGo: true},
 		"our label alone":             {labels: map[string]string{"example.com/gpu.driver-release": "true"}},
 		"a cordon alone":              {cordoned: true},

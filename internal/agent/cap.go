@@ -132,6 +132,7 @@ func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay, error) {
 	var none cdi.Overlay
 	var limits []lib.Limit
+	hold := lib.Hold{Key: c.ID, Limits: map[gpu.UUID]uint64{}, Open: k.openCaps}
 	capped := false
 	if err := k.settleCaps(on, c); err != nil {
 		return none, err
@@ -141,7 +142,10 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 		if !limit.Known {
 			return none, fmt.Errorf("find the cap of %s on %s: %w", c.Resource, u, gpu.ErrNotFound)
 		}
-		capped = capped || limit.Bytes != lib.None
+		if limit.Bytes != lib.None {
+			capped = true
+			hold.Limits[u] = limit.Bytes
+		}
 		l := lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode}
 		if !c.Adopted {
 			l.Since = c.Given
@@ -178,6 +182,7 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 	case capped:
 		over.Hooks = append(over.Hooks, kit.Hook())
 	}
+	over.Hooks = append(over.Hooks, k.holder.hook(kit, hold)...)
 	return over, nil
 }
 

@@ -28,7 +28,7 @@ import (
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
-var testKit = lib.Kit{CUDA: "/kit/libcuda.so.1", NVML: "/kit/libnvidia-ml.so.1", Hide: "/kit/hide", Mark: "/kit/open"}
+var testKit = lib.Kit{CUDA: "/kit/libcuda.so.1", NVML: "/kit/libnvidia-ml.so.1", Hide: "/kit/hide", Mark: "/kit/open", Hold: "/cap/kit/hold", Driver: "/lib/libnvidia-ml.so.615.1"}
 
 // driverParts is what the emulated drivers of these tests say that containers
 // need.

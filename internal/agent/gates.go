@@ -41,6 +41,7 @@ type gatekeeper struct {
 	// record saves an allocation whose file is about to be removed.
 	record      func(state.Allocation) error
 	driverFiles *driverFiles
+	holder      *holder
 	pages       *pageSweeper
 
 	fileKeys map[string]string // of each allocation of MIG devices with a file: the fileKey that it was made from
@@ -54,6 +55,7 @@ func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string)
 		files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer,
 		ledger: l, started: started, record: record,
 		driverFiles: &driverFiles{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
+		holder:      newHolder(w.Limits, o.Log),
 		pages:       &pageSweeper{caps: w.Caps, wake: wake, going: map[string]chan struct{}{}},
 		fileKeys:    map[string]string{}, removed: map[string]bool{}}
 }

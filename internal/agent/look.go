@@ -388,7 +388,8 @@ func keepIndices(old, inv *gpu.Inventory) {
 
 // Labels and values by which NVIDIA's GPU operator announces that a node's driver is about to be
 // unloaded. Its upgrade controller sets the first label. Its driver manager pauses each component
-// that has the driver open, in labels with the second prefix.
+// that has the driver open, in labels with the second prefix: of a value other than "true" it makes
+// <value>_paused-for-driver-upgrade, so that it can restore it.
 const (
 	upgradeLabel  = "nvidia.com/gpu-driver-upgrade-state"
 	operandPrefix = "nvidia.com/gpu.deploy."
@@ -403,8 +404,8 @@ func letGoReason(n *agentkube.Node, domain string) string {
 		return fmt.Sprintf("the node's label %s is %s", upgradeLabel, v)
 	}
 	for _, k := range sortedKeys(n.Labels) {
-		if strings.HasPrefix(k, operandPrefix) && n.Labels[k] == operandPaused {
-			return fmt.Sprintf("the node's label %s is %s", k, operandPaused)
+		if v := n.Labels[k]; strings.HasPrefix(k, operandPrefix) && strings.Contains(v, operandPaused) {
+			return fmt.Sprintf("the node's label %s is %s", k, v)
 		}
 	}
 	if own := domain + "/" + ReleaseLabel; n.Unschedulable && n.Labels[own] == "true" {

@@ -41,6 +41,8 @@ type Worlds struct {
 	// PodOf returns the UID of the pod that a process belongs to; empty if it belongs to none, or
 	// that cannot be told. If it is nil, no process belongs to a pod.
 	PodOf func(pid int) string
+	// Limits is nil if the driver is not to be asked for memory limits.
+	Limits Limits
 	// Lowering is nil if the scheduler learns of devices from the kubelet alone.
 	Lowering *Lowering
 	// Features is nil if labels are written to the Node and not through Node Feature Discovery.
@@ -91,6 +93,12 @@ type Setups interface {
 	Surroundings(context.Context) (gpu.Surroundings, error)
 	// ResetComputeMode sets a GPU's compute mode to DEFAULT.
 	ResetComputeMode(context.Context, gpu.UUID) error
+}
+
+// Limits tells where the driver can limit the memory of containers. guard.ByCgroup implements it.
+type Limits interface {
+	// Able returns nil if it can on this GPU. Otherwise the error says what lacks.
+	Able(context.Context, gpu.UUID) error
 }
 
 // Files is the directory of CDI files. pkg/cdi/dir implements it.

@@ -40,9 +40,12 @@
 //
 // # Limits of the driver
 //
-// Some drivers (R615 and later) can limit a container's memory by its cgroup. There, the first look
-// that finds a container on a GPU sets the limit (Limiter). The container's level is then
-// memcap.Driver, as long as the driver confirms the limit.
+// Some drivers (R615 and later) can limit a container's memory by its cgroup. There, a hook sets the
+// limit before the container's first instruction (lib.Kit.HoldHook), and the guard reads what it came
+// to (Outcomes). The guard sets each limit again once a minute (Limiter): a driver that was loaded
+// anew has forgotten it. For a container without a hook's limit, the first look that finds it on a
+// GPU sets one. The container's level is memcap.Driver, as long as the driver confirms the limit and
+// no other container shares the allocation: the driver holds each to the whole cap.
 //
 // # Parts
 //

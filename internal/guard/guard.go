@@ -92,8 +92,9 @@ type Worlds struct {
 	// Cluster is nil if there is no API server.
 	Cluster  Cluster
 	Observer Observer
-	// Limiter is nil if the driver is not to be asked for limits.
-	Limiter Limiter
+	// Limiter is nil if the driver is not to be asked for limits. Outcomes is nil if no hooks ask it.
+	Limiter  Limiter
+	Outcomes Outcomes
 }
 
 // Driver lists the processes on a GPU, and returns how much memory of GPUs is used.
@@ -214,6 +215,9 @@ type gpuExaminer interface {
 	// look takes one look at a GPU. memory is what the driver answered before it. The finding is
 	// nil if the driver does not answer. again is true if another look at once is worthwhile.
 	look(ctx context.Context, d *gpu.Device, held allocations, memory map[gpu.UUID]gpu.Memory) (f *finding, again bool)
+	// learn takes in the limits that hooks have set, and has them renewed. It reports whether any has
+	// changed.
+	learn(ctx context.Context, now time.Time) (news bool)
 	// unmoved reports whether all counters on a GPU are as they were at its last look.
 	unmoved(u gpu.UUID) bool
 	// listen returns a channel that has a value when it is time to check for processes that wait
@@ -278,7 +282,8 @@ func New(o Options, w Worlds) *Guard {
 		examiner: &examiner{
 			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
 			judge: memcap.NewJudge(o.Policy), log: v, handler: offences,
-			limits:  &limits{limiter: w.Limiter, log: v, of: map[place]*limit{}, unable: map[gpu.UUID]time.Time{}},
+			limits: &limits{limiter: w.Limiter, outcomes: w.Outcomes, log: v, of: map[place]*limit{},
+				unable: map[gpu.UUID]time.Time{}, noted: map[place]*note{}},
 			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, missing: map[place]*unlistedContainer{}},
 			tallies: tallies{pages: w.Pages, log: v, by: map[page]*tally{}},
 			names:   names{proc: w.Proc},
@@ -391,6 +396,7 @@ func (g *Guard) round(ctx context.Context, now time.Time) (idle time.Duration) {
 		g.looked[u] = now
 		due = append(due, u)
 	}
+	worked = g.examiner.learn(ctx, now)
 	memory := g.memory(ctx, due)
 	for i := range gpus {
 		d := &gpus[i]

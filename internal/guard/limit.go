@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"slices"
 	"time"
 
 	"example.com/gpu-agent/internal/node"
@@ -22,6 +23,8 @@ const (
 	// limitEvery is how often a confirmed limit is set again: a driver that was loaded anew has
 	// forgotten it.
 	limitEvery = time.Minute
+	// learnEvery is the time between two readings of what hooks have set.
+	learnEvery = time.Second
 	// limitGone is for how many attempts in a row a container may be gone while it is still seen on
 	// the GPU. It takes a while to end. After that the guard logs the error.
 	limitGone = 3
@@ -36,6 +39,21 @@ type Limiter interface {
 	Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error
 }
 
+// Outcomes tells what hooks have set before the first instruction of containers. HookOutcomes does the
+// work.
+type Outcomes interface {
+	// Outcomes returns those of all containers that live. It returns what it can also beside an
+	// error.
+	Outcomes() ([]lib.Outcome, error)
+}
+
+// note is the limit that hooks have set for a container on a GPU, and read back.
+type note struct {
+	bytes  uint64 // for all of its allocations together
+	keys   []string
+	cgroup string
+}
+
 // limit is the limit of one container on one GPU.
 type limit struct {
 	asked uint64    // bytes; lib.None removes the limit
@@ -47,11 +65,82 @@ type limit struct {
 
 // limits has the limits of all containers on each GPU.
 type limits struct {
-	limiter Limiter // nil if the driver is not to be asked for limits
-	log     *guardLog
-	of      map[place]*limit
+	limiter  Limiter  // nil if the driver is not to be asked for limits
+	outcomes Outcomes // nil if there are no hooks
+	log      *guardLog
+	of       map[place]*limit
 	// unable maps each GPU whose driver rejected memory limits to the time of that rejection.
 	unable map[gpu.UUID]time.Time
+	// noted has the limits that hooks have set. learnt is the time of the last reading.
+	noted  map[place]*note
+	learnt time.Time
+}
+
+// learn reads what hooks have set for containers that have started since. It reports whether that is
+// anything new.
+func (ls *limits) learn(now time.Time) (news bool) {
+	if ls.outcomes == nil || now.Sub(ls.learnt) < learnEvery {
+		return false
+	}
+	ls.learnt = now
+	all, err := ls.outcomes.Outcomes()
+	if err != nil {
+		ls.log.once("outcomes", "cannot read all of what hooks have set; "+
+			"the watchdog sets these limits when it sees the container", "err", err)
+	}
+	noted := map[place]*note{}
+	for i := range all {
+		o := &all[i]
+		if o.Failed != "" {
+			ls.log.once("hook "+o.Container+o.Key, "the driver does not limit the memory of a container from its start on",
+				"container", o.Container, "allocation", o.Key, "err", o.Failed)
+		}
+		for _, l := range o.Limits {
+			at := place{o.Container, l.GPU}
+			if noted[at] == nil {
+				noted[at] = &note{cgroup: o.Cgroup}
+			}
+			n := noted[at]
+			n.bytes, n.keys = max(n.bytes, l.Sum), append(n.keys, o.Key) // each hook adds to those before it
+		}
+	}
+	for at, n := range noted {
+		if old := ls.noted[at]; old != nil && old.bytes == n.bytes && len(old.keys) == len(n.keys) {
+			continue
+		}
+		ls.of[at], news = &limit{asked: n.bytes, at: now, holds: n.bytes}, true
+	}
+	for at := range ls.noted {
+		if noted[at] == nil {
+			delete(ls.of, at)
+			news = true
+		}
+	}
+	ls.noted = noted
+	return news
+}
+
+// renew sets the limits of hooks again when that is due, also of containers that no look has found on
+// the GPU. It reports whether the driver confirms more or less than before.
+func (ls *limits) renew(ctx context.Context, now time.Time) (news bool) {
+	for at, n := range ls.noted {
+		if l := ls.of[at]; l != nil && l.asked == n.bytes && now.Sub(l.at) >= limitRetry {
+			before := l.holds
+			ls.hold(ctx, at, node.Owner{ID: at.container, Cgroup: n.cgroup, V2: true}, n.bytes, now)
+			news = news || ls.holds(at) != before
+		}
+	}
+	return news
+}
+
+// started returns the containers of an allocation for which hooks have set a limit on a GPU.
+func (ls *limits) started(key string, u gpu.UUID) (containers []string) {
+	for at, n := range ls.noted {
+		if at.gpu == u && slices.Contains(n.keys, key) {
+			containers = append(containers, at.container)
+		}
+	}
+	return containers
 }
 
 // hold asks the driver to limit a container to its cap, from the first look that finds it on the
@@ -116,7 +205,7 @@ func (ls *limits) holds(at place) uint64 {
 
 // forget drops the limits of containers that are gone.
 func (ls *limits) forget(gone func(place) bool) {
-	maps.DeleteFunc(ls.of, func(p place, _ *limit) bool { return gone(p) })
+	maps.DeleteFunc(ls.of, func(p place, _ *limit) bool { return ls.noted[p] == nil && gone(p) })
 }
 
 // level returns how strongly an allocation's cap is enforced for a container. holds is the limit

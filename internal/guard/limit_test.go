@@ -4,6 +4,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -203,6 +205,121 @@ func TestLimitFails(t *testing.T) {
 		pass(limitEvery)
 		if levels(g) != "pod-a 0 "+string(memcap.API) {
 			t.Errorf("after it failed to confirm: %s", levels(g))
+		}
+	})
+}
+
+// hooks has the outcomes of hooks. Its world's lock guards it.
+type hooks struct {
+	w   *world
+	all []lib.Outcome
+	err error
+}
+
+func (h *hooks) Outcomes() ([]lib.Outcome, error) {
+	h.w.mu.Lock()
+	defer h.w.mu.Unlock()
+	return slices.Clone(h.all), h.err
+}
+
+// set notes that a hook has set a limit for a container, for the allocation of the container owner.
+func (h *hooks) set(container, owner string, u gpu.UUID, own, sum uint64) {
+	h.all = append(h.all, lib.Outcome{Container: container, Key: cdi.Key("example.com/gpu-mem", []string{owner}),
+		Cgroup: "/" + container, Limits: []lib.Held{{GPU: u, Own: own, Sum: sum}}})
+}
+
+// hooked runs a guard beside hooks.
+func hooked(t *testing.T, w *world, f func(g *Guard, l *limiter, h *hooks, pass func(time.Duration))) {
+	t.Helper()
+	l := &limiter{w: w, err: map[gpu.UUID]error{}, held: map[string]uint64{}}
+	h := &hooks{w: w}
+	for _, p := range w.procs {
+		p.owner.V2, p.owner.Cgroup = true, "/"+p.owner.ID
+	}
+	watchIn(t, w, Worlds{Pages: w, Runtime: w, Limiter: l, Outcomes: h}, Options{},
+		func(g *Guard, pass func(time.Duration)) { f(g, l, h, pass) })
+}
+
+// TestHookSetsTheLimit: the guarantee is the driver's as soon as a hook has read the limit back, before the container
+// is on the GPU, and as long as the container lives and the driver confirms the limit.
+func TestHookSetsTheLimit(t *testing.T) {
+	w := newWorld()
+	w.container("a", []int{10}, 4*gib, gpu0)
+	w.container("b", nil, 8*gib, gpu0)
+	hooked(t, w, func(g *Guard, l *limiter, h *hooks, pass func(time.Duration)) {
+		pass(10 * time.Second)
+		h.set("a", "a", gpu0, 4*gib, 4*gib)
+		pass(2 * time.Second)
+		if got := levels(g); got != "pod-a 0 driver, pod-b 0 api" || len(l.asked) != 0 {
+			t.Errorf("after the hook: %s, asked %q", got, l.asked)
+		}
+		// A driver that was loaded anew has forgotten it, though the container has not used the GPU yet.
+		pass(limitEvery)
+		if l.held["GPU-0/a"] != 4*gib {
+			t.Errorf("it was not set again: %v", l.held)
+		}
+		l.err[gpu0] = gpu.ErrTimeout
+		pass(limitEvery)
+		if got := levels(g); got != "pod-a 0 api, pod-b 0 api" {
+			t.Errorf("the driver confirms nothing: %s", got)
+		}
+		delete(l.err, gpu0)
+		pass(2 * limitRetry)
+		w.uses(10, gpu0, gib)
+		pass(2 * time.Second)
+		if got := levels(g); got != "pod-a 0 driver, pod-b 0 api" {
+			t.Errorf("on the GPU: %s", got)
+		}
+
+		delete(w.containers, "a")
+		delete(w.procs, 10)
+		h.all = nil
+		pass(20 * time.Second)
+		if got := levels(g); got != "pod-a 0 api, pod-b 0 api" {
+			t.Errorf("after its end: %s", got)
+		}
+	})
+}
+
+// TestHookFailed: a container that a hook could not limit has the library's guarantee, and the log says why, once. An
+// outcome that cannot be read takes no other away.
+func TestHookFailed(t *testing.T) {
+	w := newWorld()
+	w.container("a", nil, 4*gib, gpu0)
+	w.container("b", nil, 4*gib, gpu0)
+	hooked(t, w, func(g *Guard, _ *limiter, h *hooks, pass func(time.Duration)) {
+		h.set("b", "b", gpu0, 4*gib, 4*gib)
+		h.all = append(h.all, lib.Outcome{Container: "a", Key: cdi.Key("example.com/gpu-mem", []string{"a"}), Failed: "NVML error 999"})
+		h.err = errors.New("one is spoilt")
+		pass(time.Minute)
+		if got := levels(g); got != "pod-a 0 api, pod-b 0 driver" {
+			t.Error(got)
+		}
+		if n, m := w.logged("NVML error 999"), w.logged("one is spoilt"); n != 1 || m != 1 {
+			t.Errorf("logged %d and %d times, want once each", n, m)
+		}
+	})
+}
+
+// TestHooksOfAClaim: the driver holds each container of an allocation to the cap, and not all of them together.
+func TestHooksOfAClaim(t *testing.T) {
+	w := newWorld()
+	w.container("a", nil, 4*gib, gpu0)
+	hooked(t, w, func(g *Guard, _ *limiter, h *hooks, pass func(time.Duration)) {
+		h.set("a", "a", gpu0, 4*gib, 4*gib)
+		pass(2 * time.Second)
+		if got := levels(g); got != "pod-a 0 driver" {
+			t.Errorf("one container: %s", got)
+		}
+		h.set("b", "a", gpu0, 4*gib, 4*gib)
+		pass(2 * time.Second)
+		if got := levels(g); got != "pod-a 0 api" {
+			t.Errorf("two containers: %s", got)
+		}
+		h.all = h.all[1:]
+		pass(2 * time.Second)
+		if got := levels(g); got != "pod-a 0 driver" {
+			t.Errorf("the other alone: %s", got)
 		}
 	})
 }

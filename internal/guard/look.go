@@ -61,6 +61,9 @@ type handler interface {
 type driverLimiter interface {
 	hold(ctx context.Context, at place, o node.Owner, bytes uint64, now time.Time)
 	holds(at place) uint64
+	learn(now time.Time) (news bool)
+	renew(ctx context.Context, now time.Time) (news bool)
+	started(key string, u gpu.UUID) (containers []string)
 	forget(gone func(place) bool)
 }
 
@@ -301,6 +304,11 @@ func (e *examiner) countOf(sc *scene, meter Meter, has func(container string) bo
 			delete(names, p.PID) // the driver lists it once for each instance; this count is for all of them
 		}
 	}
+}
+
+func (e *examiner) learn(ctx context.Context, now time.Time) (news bool) {
+	news = e.limits.learn(now)
+	return e.limits.renew(ctx, now) || news
 }
 
 func (e *examiner) counts() (found, kills uint64) { return e.handler.counts() }

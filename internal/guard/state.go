@@ -5,6 +5,7 @@ package guard
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -106,8 +107,10 @@ func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		c.PeakMiB, c.UndoneMiB = mib(t.peak), mib(t.reading.Undone)
 		c.Refusals, c.Uncounted = t.reading.Refusals, t.reading.Uncounted
 	}
-	var levels []memcap.Level // of the containers that were seen on it
+	var levels []memcap.Level // of the containers that were seen on it, or for which a hook has set a limit
+	on := map[string]bool{}   // the containers that live
 	for _, in := range e.of[c.Allocation] {
+		on[in.ID] = on[in.ID] || in.Running
 		if in.Running || c.Container == "" {
 			name(c, &ledger.Holder{Pod: in.InPod(), Container: in.Name})
 		}
@@ -125,6 +128,16 @@ func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 		if in.Running || procs > 0 {
 			levels = append(levels, level(e.limits.holds(at), t, bytes))
 		}
+	}
+	for _, id := range e.limits.started(c.Allocation, u) {
+		on[id] = true
+		if _, seen := e.seen[place{id, u}]; !seen {
+			levels = append(levels, level(e.limits.holds(place{id, u}), t, bytes))
+		}
+	}
+	if live := slices.Collect(maps.Values(on)); len(slices.DeleteFunc(live, func(lives bool) bool { return !lives })) > 1 {
+		// The driver holds each of them to the cap, but not all of them together.
+		levels = append(levels, memcap.API)
 	}
 	if known {
 		c.UsedMiB = new(mib(used))

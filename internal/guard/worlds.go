@@ -7,6 +7,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"time"
 
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/gpu"
@@ -49,6 +51,32 @@ type Processes struct {
 // Check returns nil if the node's processes can be seen from here, and otherwise the reason.
 func (p Processes) Check() error { return p.SeesNode(p.Runtime) }
 
+// HookOutcomes implements Outcomes with package lib. A container lives as long as its cgroup is there.
+type HookOutcomes struct {
+	All     *lib.Outcomes
+	Runtime *node.Runtime
+	swept   time.Time
+}
+
+// sweepEvery is the time between two sweeps of outcomes.
+const sweepEvery = time.Minute
+
+// Outcomes implements Outcomes. Now and then it removes the files of containers that are gone.
+func (h *HookOutcomes) Outcomes() ([]lib.Outcome, error) {
+	all, err := h.All.All()
+	gone := func(id, cgroup string) bool {
+		_, err := h.Runtime.CgroupDir(node.Owner{ID: id, Cgroup: cgroup, V2: true})
+		return errors.Is(err, gpu.ErrNotFound)
+	}
+	if now := time.Now(); now.Sub(h.swept) >= sweepEvery {
+		h.swept = now
+		err = errors.Join(err, h.All.Sweep(now, func(id, cgroup string) bool { return cgroup == "" || gone(id, cgroup) }))
+	}
+	return slices.DeleteFunc(all, func(o lib.Outcome) bool {
+		return o.Failed == "" && gone(o.Container, o.Cgroup)
+	}), err
+}
+
 // ByCgroup implements Limiter: it limits a container by its cgroup.
 type ByCgroup struct {
 	// Driver is pkg/gpu/nvml's.
@@ -57,6 +85,21 @@ type ByCgroup struct {
 		MemoryLimit(ctx context.Context, u gpu.UUID, cgroup string) (gpu.MemoryLimit, error)
 	}
 	Runtime *node.Runtime
+}
+
+// Able returns nil if the driver can limit the memory of containers on a GPU, as far as that can be
+// told before there is a container. The error wraps gpu.ErrNotSupported or node.ErrNoDmem otherwise.
+func (l ByCgroup) Able(ctx context.Context, u gpu.UUID) error {
+	dir, err := l.Runtime.PodsCgroup()
+	if err != nil {
+		return err
+	}
+	// The kubelet's own cgroup usually has no limit. An old driver, or a card without limits, answers
+	// differently.
+	if _, err := l.Driver.MemoryLimit(ctx, u, dir); errors.Is(err, gpu.ErrNotSupported) {
+		return err
+	}
+	return nil
 }
 
 // Limit sets the limit and reads it back.

@@ -10,6 +10,10 @@ import (
 	"path"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // ErrNoDmem means that the kernel limits device memory by cgroup, but that a container's cgroup
@@ -32,12 +36,89 @@ func (r *Runtime) CheckDmem(o Owner) error {
 	return checkDmem(os.DirFS(strings.TrimSuffix(dir, o.Cgroup)), o.Cgroup)
 }
 
+// PodsCgroup returns the directory of the unified hierarchy in which the kubelet makes the cgroups of
+// pods, as this process sees it. The error wraps gpu.ErrNotSupported if there is no such hierarchy, or
+// the kubelet does not use it, and ErrNoDmem if the kernel limits device memory by the controller dmem
+// and a cgroup there has not enabled it for those below.
+func (r *Runtime) PodsCgroup() (string, error) {
+	if r.o.Cgroups == "" {
+		return "", &failure{is: gpu.ErrNotSupported, text: "the host's cgroups are not visible to the agent"}
+	}
+	base, at, err := unified(r.o.Cgroups)
+	if err != nil {
+		return "", &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("the host has no unified cgroup hierarchy (v2): %v", err)}
+	}
+	unix.Close(base)
+	return podsCgroup(os.DirFS(at), at, at == r.o.Cgroups)
+}
+
+// podsDepth is how deep below the root the kubelet's top cgroup is looked for: --cgroup-root can name
+// a place for it. mostCgroups bounds the search.
+const podsDepth, mostCgroups = 3, 4096
+
+// podsCgroup does what PodsCgroup does for the root of a hierarchy, which is at the path at. only is
+// true if there is no other hierarchy.
+func podsCgroup(root fs.FS, at string, only bool) (string, error) {
+	top, looked := "", 0
+	err := fs.WalkDir(root, ".", func(name string, e fs.DirEntry, err error) error {
+		switch {
+		case err != nil || !e.IsDir():
+			return nil // it has ended, or is a file
+		case e.Name() == "kubepods" || strings.HasSuffix(e.Name(), "kubepods.slice"):
+			top = name
+			return fs.SkipAll
+		case looked >= mostCgroups:
+			return fs.SkipAll
+		case strings.Count(name, "/") >= podsDepth-1 && name != ".":
+			return fs.SkipDir
+		}
+		looked++
+		return nil
+	})
+	if err != nil {
+		return "", err
+	}
+	if top == "" && only {
+		return at, nil // it cannot be elsewhere
+	}
+	if top == "" {
+		return "", &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf(
+			"the kubelet does not use the unified cgroup hierarchy (v2) at %s", at)}
+	}
+	if kernel, err := hasDmem(root, ".", "cgroup.controllers"); err != nil || !kernel {
+		return path.Join(at, top), err
+	}
+	parents := []string{top}
+	classes, err := fs.ReadDir(root, top)
+	if err != nil {
+		return "", err
+	}
+	for _, e := range classes {
+		if e.IsDir() && (strings.Contains(e.Name(), "burstable") || strings.Contains(e.Name(), "besteffort")) {
+			parents = append(parents, path.Join(top, e.Name()))
+		}
+	}
+	for _, dir := range parents {
+		if on, err := hasDmem(root, dir, "cgroup.subtree_control"); err != nil {
+			return "", err
+		} else if !on {
+			return "", &failure{is: ErrNoDmem, text: fmt.Sprintf("cgroup /%s does not enable the controller dmem for pods, "+
+				"by which this kernel limits device memory: write +dmem to its cgroup.subtree_control, "+
+				"and to those of the cgroups above it first", dir)}
+		}
+	}
+	return path.Join(at, top), nil
+}
+
+// hasDmem reports whether a list of controllers names dmem.
+func hasDmem(root fs.FS, dir, file string) (bool, error) {
+	list, err := fs.ReadFile(root, path.Join(dir, file))
+	return slices.Contains(strings.Fields(string(list)), "dmem"), err
+}
+
 // checkDmem does what CheckDmem does, for a cgroup's path below the hierarchy's root.
 func checkDmem(root fs.FS, cgroup string) error {
-	has := func(dir, file string) (bool, error) {
-		list, err := fs.ReadFile(root, path.Join(dir, file))
-		return slices.Contains(strings.Fields(string(list)), "dmem"), err
-	}
+	has := func(dir, file string) (bool, error) { return hasDmem(root, dir, file) }
 	own := strings.Trim(cgroup, "/")
 	if _, err := fs.Stat(root, path.Join(own, "dmem.max")); err == nil {
 		return nil

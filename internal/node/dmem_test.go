@@ -4,9 +4,12 @@ package node
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"testing/fstest"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // TestCheckDmem: a cgroup without the kernel's controller of device memory is told
@@ -41,5 +44,56 @@ func TestCheckDmem(t *testing.T) {
 	}
 	if err := checkDmem(fstest.MapFS{}, own); err == nil || errors.Is(err, ErrNoDmem) {
 		t.Errorf("a hierarchy that cannot be read: %v", err)
+	}
+}
+
+// TestPodsCgroup: where the kubelet makes pods' cgroups in the unified hierarchy, and what keeps the driver from
+// limiting those there.
+func TestPodsCgroup(t *testing.T) {
+	tree := func(controllers string, dirs ...string) fstest.MapFS {
+		out := fstest.MapFS{"cgroup.controllers": {Data: []byte(controllers + "\n")}}
+		for _, dir := range dirs {
+			dir, on, _ := strings.Cut(dir, "=")
+			out[dir+"/cgroup.subtree_control"] = &fstest.MapFile{Data: []byte(on + "\n")}
+		}
+		return out
+	}
+	many := tree("cpu")
+	for i := range mostCgroups {
+		many[fmt.Sprintf("a%d/x", i)] = &fstest.MapFile{}
+	}
+	many["kubepods/x"] = &fstest.MapFile{}
+	for name, c := range map[string]struct {
+		root fstest.MapFS
+		only bool
+		dir  string
+		is   error
+	}{
+		"systemd":                    {tree("cpu", "kubepods.slice=cpu"), true, "/at/kubepods.slice", nil},
+		"cgroupfs, beside version 1": {tree("", "kubepods="), false, "/at/kubepods", nil},
+		"kind":                       {tree("cpu", "kubelet.slice/kubelet-kubepods.slice="), true, "/at/kubelet.slice/kubelet-kubepods.slice", nil},
+		"a root of its own":          {tree("cpu", "a/b/kubepods="), false, "/at/a/b/kubepods", nil},
+		"too deep, but where else":   {tree("cpu", "a/b/c/kubepods="), true, "/at", nil},
+		"of version 1 alone":         {tree("cpu", "system.slice="), false, "", gpu.ErrNotSupported},
+		"too many to find it":        {many, false, "", gpu.ErrNotSupported},
+		"enabled for all": {tree("cpu dmem", "kubepods=cpu dmem", "kubepods/besteffort=dmem", "kubepods/burstable=dmem"),
+			true, "/at/kubepods", nil},
+		"not enabled":          {tree("dmem", "kubepods=cpu"), true, "", ErrNoDmem},
+		"not for besteffort":   {tree("dmem", "kubepods=dmem", "kubepods/besteffort=cpu", "kubepods/burstable=dmem"), true, "", ErrNoDmem},
+		"a pod's cgroup lacks": {tree("dmem", "kubepods=dmem", "kubepods/pod1="), true, "/at/kubepods", nil},
+	} {
+		dir, err := podsCgroup(c.root, "/at", c.only)
+		if dir != c.dir || !errors.Is(err, c.is) {
+			t.Errorf("%s: %q, %v, want %q, %v", name, dir, err, c.dir, c.is)
+		}
+		if c.is == ErrNoDmem && (err == nil || !strings.Contains(err.Error(), "write +dmem")) {
+			t.Errorf("%s: %v does not say what to do", name, err)
+		}
+	}
+	if _, err := NewRuntime(RuntimeOptions{}).PodsCgroup(); !errors.Is(err, gpu.ErrNotSupported) {
+		t.Errorf("without a view of cgroups: %v", err)
+	}
+	if _, err := NewRuntime(RuntimeOptions{Cgroups: t.TempDir()}).PodsCgroup(); !errors.Is(err, gpu.ErrNotSupported) {
+		t.Errorf("without a hierarchy: %v", err)
 	}
 }

@@ -61,7 +61,7 @@ func cpusetsCommand(_ context.Context, l Layout, args []string) error {
 	}
 	program := l.bin("runc")
 	if rest[0] == "drop" {
-		program = n.path("runc-unpinned")
+		program = n.path(unpinnedProgram)
 		err = copySelf(program)
 	}
 	if err == nil {

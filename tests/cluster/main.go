@@ -40,6 +40,8 @@ usage: cluster COMMAND [FLAGS] [ARGUMENTS]      (flags come before arguments; wh
   logs    [--name N] PROCESS         print its log
   cpusets [--name N] keep|drop       whether containers get the CPU sets that the kubelet asks for; drop is for a kubelet
                                      that is shown CPUs which this machine has not
+  leaves  [--name N] make|none       whether containers get a cgroup in the unified hierarchy, on a machine where runc makes none
+                                     because it has cgroups of both versions
   load    [--name N] FILE.tar...     import image archives into containerd
   image   --out FILE.tar --name REFERENCE ...
                                      assemble an image from files ('cluster image -h' tells how)
@@ -63,7 +65,7 @@ func main() {
 	case os.Args[0] == execHelper:
 		err = execHelperMain(os.Args[1:])
 	case os.Args[0] == runtimeLink:
-		err = unpinnedMain(os.Args[1:])
+		err = runtimeMain(os.Args[1:])
 	case os.Args[0] == crioRunc:
 		err = crioRuncMain(os.Args[1:])
 	default:
@@ -108,7 +110,7 @@ func run(args []string) error {
 		"build": buildCommand, "up": upCommand, "down": downCommand, "list": listCommand,
 		"exec": execCommand, "kubectl": kubectlCommand,
 		"start": startCommand, "stop": processCommand("stop"), "kill": processCommand("kill"), "restart": processCommand("restart"),
-		"cpusets": cpusetsCommand, "pid": pidCommand, "ps": psCommand, "logs": logsCommand,
+		"cpusets": cpusetsCommand, "leaves": leavesCommand, "pid": pidCommand, "ps": psCommand, "logs": logsCommand,
 		"load": loadCommand, "image": imageCommand, "registry": registryCommand, "path": pathCommand,
 	}
 	f, ok := commands[command]

@@ -77,6 +77,36 @@ func (w *World) peakLocked(g *gpu) {
 	}
 }
 
+// bookLocked notes what a process's container has on a GPU by now.
+func (w *World) bookLocked(g *gpu, by *process) {
+	if by.container == "" {
+		return
+	}
+	var used uint64
+	for p := range w.sessions {
+		if p.container != by.container || p.alive != nil && !p.alive() {
+			continue
+		}
+		for at, bytes := range p.charged {
+			if at.gpu == g.slot {
+				used += bytes
+			}
+		}
+	}
+	at := containerOn{by.container, g.slot}
+	if _, known := w.books[at]; known || len(w.books) < booksMost {
+		w.books[at] = max(w.books[at], used)
+	}
+}
+
+// containerOn is a container on a GPU. The books have at most booksMost.
+type containerOn struct {
+	container string
+	gpu       int
+}
+
+const booksMost = 100_000
+
 // PeakUsed is the most bytes that processes had on a GPU together, since the
 // last ResetPeak.
 func (w *World) PeakUsed(index int) (uint64, error) {
@@ -132,6 +162,7 @@ func (s *Session) Charge(call string, h Handle, bytes int64) Return {
 		g.charged += uint64(bytes)
 		s.p.charged[at] += uint64(bytes)
 		w.peakLocked(g)
+		w.bookLocked(g, s.p)
 		return struct{}{}, Success
 	})
 	return r

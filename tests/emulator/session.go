@@ -113,6 +113,8 @@ type process struct {
 	dead map[*gpu]bool // those that vanished since then, or were lost already
 	// charged is the memory that it has through CUDA, in bytes.
 	charged map[place]uint64
+	// container never changes.
+	container string
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -168,6 +170,9 @@ type Opening struct {
 	// Cgroup opens the control group that a descriptor of the process is of. Nil is
 	// a machine without any.
 	Cgroup func(fd int) (Cgroup, error)
+	// Container is the ID of the container that the process is in: the books have
+	// the most that each had together. Empty is none.
+	Container string
 	// Page is memory of PageWords words shared with the process, which counts
 	// there the calls that it answers from what it has kept. Nil for none.
 	Page []uint64
@@ -178,7 +183,7 @@ type Opening struct {
 
 // Open starts a session.
 func (w *World) Open(o Opening) *Session {
-	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, cgroup: o.Cgroup, can: o.Capability, charged: map[place]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
+	p := &process{w: w, pid: o.PID, root: !o.Unprivileged, see: o.See, node: o.Node, alive: o.Alive, cgroup: o.Cgroup, container: o.Container, can: o.Capability, charged: map[place]uint64{}, page: o.Page, done: make(chan struct{}), refs: o.Initialised}
 	if p.see == nil {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}

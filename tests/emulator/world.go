@@ -3,6 +3,7 @@
 package emulator
 
 import (
+	"cmp"
 	"crypto/rand"
 	"encoding/binary"
 	"fmt"
@@ -43,6 +44,7 @@ type World struct {
 	busy     []busyTime
 	faults   []*fault
 	sessions map[*process]struct{}
+	books    map[containerOn]uint64 // the most that each container has had, in bytes
 	sets     map[uint32]*eventSet
 	lastSet  uint32
 	shares   map[uint64]*share
@@ -168,7 +170,7 @@ func New(spec Spec) (*World, error) {
 		lacks:    spec.NotSupported,
 		mig:      spec.MIG,
 		sleep:    sleep,
-		sessions: map[*process]struct{}{},
+		sessions: map[*process]struct{}{}, books: map[containerOn]uint64{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
 		changed:  make(chan struct{}),
@@ -518,6 +520,11 @@ type State struct {
 	// DmemMin is what cgroups guarantee to those below them, because a soft limit was
 	// set there once; by GPU and Name.
 	DmemMin []DmemMin `json:"dmemMin,omitempty"`
+	// Limits are those of cgroups, by GPU and Name.
+	Limits []CgroupLimit `json:"limits,omitempty"`
+	// Books are the most that the processes of each container have had together, also
+	// of containers that have ended.
+	Books []ContainerUse `json:"books,omitempty"`
 	// MIGOps are the last changes of modes and instances, in the order they took
 	// effect.
 	MIGOps []MIGOp `json:"migOps"`
@@ -528,6 +535,21 @@ type DmemMin struct {
 	GPU    int    `json:"gpu"`
 	Cgroup string `json:"cgroup"` // its Name
 	Bytes  uint64 `json:"bytes"`
+}
+
+// CgroupLimit is the limit of a cgroup on a GPU, in bytes.
+type CgroupLimit struct {
+	GPU    int    `json:"gpu"`
+	Cgroup string `json:"cgroup"` // its Name
+	Soft   uint64 `json:"soft"`
+	Hard   uint64 `json:"hard"`
+}
+
+// ContainerUse is the most that a container has had on a GPU, in bytes.
+type ContainerUse struct {
+	Container string `json:"container"`
+	GPU       int    `json:"gpu"`
+	Peak      uint64 `json:"peak"`
 }
 
 // GPUState is one GPU in a State.
@@ -588,6 +610,20 @@ func (w *World) State() State {
 			s.DmemMin = append(s.DmemMin, DmemMin{g.slot, name, g.dmemMin[name]})
 		}
 	}
+	for _, g := range w.gpus {
+		for _, l := range g.limits {
+			s.Limits = append(s.Limits, CgroupLimit{g.slot, l.group.Name(), l.soft, l.hard})
+		}
+	}
+	slices.SortFunc(s.Limits, func(a, b CgroupLimit) int {
+		return cmp.Or(cmp.Compare(a.GPU, b.GPU), strings.Compare(a.Cgroup, b.Cgroup))
+	})
+	for at, peak := range w.books {
+		s.Books = append(s.Books, ContainerUse{at.container, at.gpu, peak})
+	}
+	slices.SortFunc(s.Books, func(a, b ContainerUse) int {
+		return cmp.Or(strings.Compare(a.Container, b.Container), cmp.Compare(a.GPU, b.GPU))
+	})
 	for _, f := range w.faults {
 		s.Faults = append(s.Faults, f.Fault)
 	}

@@ -146,7 +146,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		nodeTests = of.form(nodeTests)
 	}
 	row := func(versions ...string) command {
-		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^TestVersions$", "-node=matrix"}, versions...)...)
+		return test(".", append([]string{"-count=1", limit, "./tests/e2e", "-built", "-run=^(TestLimitBeforeTheFirstInstruction|TestVersions)$", "-node=matrix"}, versions...)...)
 	}
 	all := []stage{
 		{

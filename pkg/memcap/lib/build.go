@@ -24,13 +24,14 @@ import (
 //go:embed c/*.c c/*.h
 var sources embed.FS
 
-// The file names of the two libraries, which are also their SONAMEs.
+// The file names of the two libraries, which are also their SONAMEs, and of the program.
 const (
 	cudaName = "libcuda.so.1"
 	nvmlName = "libnvidia-ml.so.1"
+	holdName = "hold"
 )
 
-// The source files of each library.
+// The source files of each library, and of the program.
 var (
 	cudaSources = []string{
 		"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c",
@@ -38,6 +39,7 @@ var (
 		"memory.c", "module.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c",
 	}
 	nvmlSources = []string{"nvml.c", "real.c"}
+	holdSources = []string{"hold.c", "hold_cgroup.c", "hold_record.c", "hold_state.c"}
 )
 
 // These flags make libraries that run nothing when they are loaded, need nothing of a newer C
@@ -58,8 +60,24 @@ var (
 	}
 )
 
-// Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, into the folder out, which
-// it creates if need be. It needs gcc, or a gcc that $CC names, but neither a CUDA toolkit nor a
+// These flags make a program that any C library since 2.17 can start. It needs libdl.so.2 by name: before
+// glibc 2.34 that library has dlopen, and later versions have an empty one.
+var (
+	holdCompileFlags = []string{
+		"-std=gnu17", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE", "-O2", "-g0", "-fPIE", "-fvisibility=hidden",
+		"-fno-stack-protector", "-fno-asynchronous-unwind-tables", "-Wall", "-Wextra", "-Werror",
+	}
+	holdLinkFlags = []string{
+		"-pie", "-nostartfiles", "-s", "-Wl,-z,defs", "-Wl,-z,now", "-Wl,-z,relro", "-Wl,-z,noexecstack",
+		"-Wl,--hash-style=gnu", "-Wl,--build-id=none", "-Wl,--no-as-needed",
+	}
+)
+
+// dlName is the library that has dlopen on older systems.
+const dlName = "libdl.so.2"
+
+// Build compiles the two libraries, libcuda.so.1 and libnvidia-ml.so.1, and the program hold into the
+// folder out, which it creates if need be. It needs gcc, or a gcc that $CC names, but neither a CUDA toolkit nor a
 // driver.
 func Build(ctx context.Context, out string) error { return build(ctx, out, Root) }
 
@@ -86,10 +104,11 @@ func Stamp(ctx context.Context, root string) (string, error) {
 		return "", err
 	}
 	fmt.Fprintf(h, "%q %q %q %q %q %q", version, root, cudaSources, nvmlSources, compileFlags, linkFlags)
+	fmt.Fprintf(h, "%q %q %q", holdSources, holdCompileFlags, holdLinkFlags)
 	return hex.EncodeToString(h.Sum(nil))[:16], nil
 }
 
-// build builds in a folder beside out, and moves the libraries to out once both are complete.
+// build builds in a folder beside out, and moves all files to out once they are complete.
 func build(ctx context.Context, out, root string) error {
 	out, err := filepath.Abs(out)
 	if err != nil {
@@ -145,10 +164,19 @@ func build(ctx context.Context, out, root string) error {
 			return fmt.Errorf("build the cap's %s: %w", l.name, err)
 		}
 	}
+	stub := "stub-" + dlName
+	_, err = gcc(ctx, tmp, "-shared", "-nostdlib", "-Wl,-soname,"+dlName, "-o", stub, "stub.c")
+	if err == nil {
+		args := slices.Concat(holdCompileFlags, holdLinkFlags, []string{"-o", filepath.Join(done, holdName)}, holdSources, []string{stub})
+		_, err = gcc(ctx, tmp, args...)
+	}
+	if err != nil {
+		return fmt.Errorf("build the program %s: %w", holdName, err)
+	}
 	if err := os.MkdirAll(out, 0o755); err != nil {
 		return fmt.Errorf("make output folder: %w", err)
 	}
-	for _, name := range []string{cudaName, nvmlName} {
+	for _, name := range []string{cudaName, nvmlName, holdName} {
 		if err := os.Rename(filepath.Join(done, name), filepath.Join(out, name)); err != nil {
 			return fmt.Errorf("keep %s: %w", name, err)
 		}

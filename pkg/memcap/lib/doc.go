@@ -21,6 +21,14 @@
 // depend on a version of the C library (c/sys.h). Once loaded they stay loaded. A forked child
 // begins with no state.
 //
+// # A program before the first instruction
+//
+// Drivers of R615 and later can limit a cgroup. So the CDI file of an allocation with a cap names the
+// program hold as a hook ([Kit.HoldHook]): before the container's first instruction it sets the
+// limit in the driver, reads it back, and writes what it came to ([Outcomes]). It is C, since a
+// static program cannot load the driver's library, and runs with any C library since glibc 2.17
+// (c/hold.c).
+//
 // # Two pages for each GPU
 //
 // The agent writes the limit page ([Pages.Write]): the limit, the estimate for a context, and the

@@ -52,18 +52,19 @@ func (f *Files) Fit(parts cdi.Parts) (Kit, error) {
 	library := func(name string) string {
 		for _, m := range parts.Common.Mounts {
 			if strings.HasPrefix(filepath.Base(m.ContainerPath), name+".") {
-				return f.seen(m.HostPath)
+				return m.HostPath
 			}
 		}
 		return name // no such file: lib.Fit fails with its name
 	}
-	fitted, err := Fit(f.dir, library("libcuda.so"), library("libnvidia-ml.so"))
+	fitted, err := Fit(f.dir, f.seen(library("libcuda.so")), f.seen(library("libnvidia-ml.so")))
 	if err != nil {
 		var cannot error
 		if fitted, cannot = f.install(f.dir); cannot != nil {
 			return Kit{}, cannot
 		}
 	}
+	f.fitHold(&fitted, library("libnvidia-ml.so"))
 	f.fitted = fitted
 	return fitted, err
 }

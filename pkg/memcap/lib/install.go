@@ -33,6 +33,12 @@ type Kit struct {
 	CUDA, NVML string // the libraries, to be mounted over the driver's
 	Hide       string // the program that Hook runs
 	Mark       string // an empty file, for OpenMark
+	// Hold is the program that HoldHook runs. It is empty if the host cannot run it, and NoHold then
+	// says why. Loader is the dynamic loader that starts it, with the directories of libraries in
+	// LoaderDirs; both are empty if the host has a loader of its own.
+	Hold, NoHold, Loader, LoaderDirs string
+	// Driver is the driver's own libnvidia-ml.so, which Hold loads.
+	Driver string
 }
 
 // file is a file of a kit. A packed one is compressed by gzip: the program hide is larger than all
@@ -76,9 +82,9 @@ func (k Kit) Version() string { return filepath.Base(filepath.Dir(k.CUDA)) }
 // errNotBuilt is the error of a program that was built without the libraries.
 var errNotBuilt = fmt.Errorf("built without the cap's library; build with make: %w", gpu.ErrNotSupported)
 
-// content returns the two libraries, CUDA's first, the program hide, and the hash of all three.
+// content returns the two libraries, CUDA's first, the programs hide and hold, and the hash of all.
 func content() (files []file, hash string, err error) {
-	for _, f := range []file{{name: cudaName}, {name: nvmlName}, {name: hideName, packed: true}} {
+	for _, f := range []file{{name: cudaName}, {name: nvmlName}, {name: hideName, packed: true}, {name: holdName}} {
 		from := "built/" + f.name
 		if f.packed {
 			from += packedSuffix
@@ -134,6 +140,7 @@ func install(top, hash string, files []file) (Kit, error) {
 	kit := Kit{
 		CUDA: filepath.Join(home, cudaName), NVML: filepath.Join(home, nvmlName),
 		Hide: filepath.Join(home, hideName), Mark: filepath.Join(home, markName),
+		Hold: filepath.Join(home, holdName),
 	}
 	if err := os.MkdirAll(top, 0o755); err != nil {
 		return Kit{}, err

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 
 	"golang.org/x/sys/unix"
@@ -46,6 +47,17 @@ func openCgroup(proc string, pid, fd int) (emulator.Cgroup, error) {
 	}
 	// As long as it is open, its number is not given to another.
 	return &cgroup{dir, fmt.Sprintf("%d:%d", is.Dev, is.Ino)}, nil
+}
+
+// containerID is what container runtimes call containers, in the names of their
+// cgroups.
+var containerID = regexp.MustCompile(`[0-9a-f]{64}`)
+
+// containerOf is the container that a process is in by the names of its cgroups;
+// empty is none.
+func containerOf(proc string, pid int) string {
+	list, _ := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup")) // of a process that ended: none
+	return string(containerID.Find(list))
 }
 
 func (c *cgroup) Name() string { return c.name }

@@ -348,7 +348,8 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 	c.session = s.World.Open(emulator.Opening{
 		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: nodes.gpu, Capability: nodes.capability, Initialised: refs,
 		Alive: c.lives, Cgroup: func(fd int) (emulator.Cgroup, error) { return openCgroup(s.Proc, p.pid, fd) },
-		Page: unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
+		Container: containerOf(s.Proc, p.pid),
+		Page:      unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
 	})
 	s.clients[at] = c
 	// A call that blocks must not outlive its process.
