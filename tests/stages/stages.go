@@ -270,6 +270,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed(".", "./tests/queues")},
 		},
 		{
+			name: "why", what: "kubectl gpu on a real node: the cause of staged troubles in its first line, and each command", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, reads: []string{"docs", "deployments"}, lacks: root,
+			commands: []command{run("make", "--no-print-directory", "-s", "plugin", "CACHE="+cache), test(".", "-count=1", limit, "./tests/why", "-built")},
+		},
+		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, set: whole, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
@@ -431,7 +435,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
+var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release", "/tests/why"}
 
 // sweeps go through many machines, or all layouts of a card, with what other packages' tests
 // look for races in.
