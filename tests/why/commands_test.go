@@ -21,6 +21,7 @@ import (
 
 	"example.com/gpu-agent/internal/kubectlgpu"
 	"example.com/gpu-agent/tests/lab"
+	"example.com/gpu-agent/tests/shown"
 )
 
 // each has one GPU of each kind.
@@ -104,6 +105,16 @@ func (b *bench) commands() {
 
 	b.verifies(map[string]string{lab.Memory: "one GPU of 1024 MiB", lab.GPU: driver.GPUs[1].UUID, lab.MIG("1g.10gb"): "one MIG 1g.10gb (MIG-",
 		lab.MIG("7g.80gb"): "one MIG 7g.80gb (MIG-", lab.MIG("1g.10gb+me"): "one MIG 1g.10gb+me (MIG-"})
+
+	ran["why"] = true // TestWhy
+	page, err := shown.Read("docs/kubectl.md")
+	b.must(err)
+	for _, c := range page.Commands {
+		words := append(strings.Fields(c.Text), "")
+		if words[0] == "kubectl" && words[1] == "gpu" && !ran[words[2]] {
+			b.Errorf("%s is shown, and this test does not run it", c)
+		}
+	}
 }
 
 // claimed has GPUs that are offered through DRA: by memory, whole, and as what is asked first.

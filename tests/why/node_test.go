@@ -265,6 +265,9 @@ func (b *bench) running(name, resource string, n int) *lab.RunningPod {
 	return pod
 }
 
+// ran are the commands of the plugin that tests have run; the empty one is the table.
+var ran = map[string]bool{}
+
 // answer is what a command has printed.
 type answer struct {
 	out, errs string
@@ -274,6 +277,11 @@ type answer struct {
 // plugin runs `kubectl gpu` as a user. kubectl finds it on the PATH, and starts it. The input may be empty.
 func (b *bench) plugin(user, input string, args ...string) answer {
 	b.Helper()
+	name := ""
+	if len(args) > 0 {
+		name = args[0]
+	}
+	ran[name] = true
 	args = append(append([]string{"gpu"}, args...), "--as", user, "--as-group", user, "--as-group", "system:authenticated", "-n", lab.PodNamespace)
 	cmd := exec.CommandContext(b.Context(), kit.Bin("kubectl"), args...)
 	cmd.Env = append(os.Environ(), "PATH="+filepath.Dir(kit.Bin("kubectl"))+":"+os.Getenv("PATH"), "KUBECONFIG="+config)
