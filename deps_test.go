@@ -126,6 +126,7 @@ var packages = []entry{
 	{"internal/amount", 0, both, "quantities that somebody outside has written"},
 	{"internal/brief", 0, both, "bounds on what is said: texts, lists of names, lines in the log"},
 	{"pkg/memcap/lib/build", outside, neither, "compiles the libraries that the agent carries"},
+	{"internal/command/commandtest", outside, neither, "holds the reference to what the programs say"},
 	{"internal/kube/kubetest", outside, neither, "an API server for the tests of internal/kube and its halves"},
 	{"internal/mps/mpstest", outside, neither, "emulates MPS's programs for tests"},
 	{"deployments/...", outside, neither, "manifests and their tests"},
@@ -156,6 +157,7 @@ var shared = map[string]string{
 // lent are packages of the agent's half that the plugin, too, has, with the reason. They are pure.
 var lent = map[string]string{
 	"internal/config": "a partition file is found in a manifest, and read, in one way",
+	"internal/usage":  "the lines of an account are summed up over nodes as each node has written them",
 }
 
 // tools are packages of floor 2 that their siblings may import: they know the kernel

@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"example.com/gpu-agent/internal/command"
+	"example.com/gpu-agent/internal/command/commandtest"
 )
 
 const h100 = "../../tests/testdata/inventories/h100-80gb.json"
@@ -225,15 +226,7 @@ func TestCommands(t *testing.T) {
 
 // The reference is what the commands say.
 func TestReference(t *testing.T) {
-	const path = "../../docs/reference.md"
-	want, err := command.Splice(string(read(t, path)), "gpu-agent", command.New(newRoot(), prefix).Reference())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if want, err = command.Splice(want, "exit-codes", command.ExitCodes()); err != nil {
-		t.Fatal(err)
-	}
-	golden(t, path, []byte(want))
+	commandtest.Reference(t, *update, map[string]string{"gpu-agent": command.New(newRoot(), prefix).Reference(), "exit-codes": command.ExitCodes()})
 }
 
 // Values are completed: of few, of files, of what a file has.

@@ -23,14 +23,6 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// usageAnswer is the page /usage: sums, or with the query at who held something then.
-type usageAnswer struct {
-	Sums []account.Sum `json:"sums,omitempty"`
-	Had  []account.Had `json:"had,omitempty"`
-	// Notes are on what the journal lacks.
-	Notes []string `json:"notes,omitempty"`
-}
-
 // within adds the pages about the journal and the flags to those of the loop.
 func (f *runFlags) within(w agentobs.Within) agentobs.Within {
 	dir := filepath.Join(f.node.stateDir, usageDir)
@@ -47,7 +39,7 @@ func usagePage(dir string, query url.Values, now time.Time) (any, error) {
 	r := usageReport{dir: dir, now: now, by: cmp.Or(query.Get("by"), "namespace"), since: query.Get("since"),
 		until: query.Get("until"), at: query.Get("at"), gpu: query.Get("gpu")}
 	var notes strings.Builder
-	var a usageAnswer
+	var a account.Answer
 	var err error
 	if r.at != "" {
 		a.Had, err = r.had(&notes)

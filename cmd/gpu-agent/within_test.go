@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -18,14 +19,14 @@ import (
 func TestUsagePage(t *testing.T) {
 	dir := filepath.Join(journal(t), usageDir)
 	now := time.Date(2026, 3, 1, 20, 0, 0, 0, time.UTC)
-	ask := func(query string) (usageAnswer, error) {
+	ask := func(query string) (account.Answer, error) {
 		t.Helper()
 		values, err := url.ParseQuery(query)
 		if err != nil {
 			t.Fatal(err)
 		}
 		v, err := usagePage(dir, values, now)
-		a, _ := v.(usageAnswer)
+		a, _ := v.(account.Answer)
 		return a, err
 	}
 	if a, err := ask("until=2026-03-01T19:00"); err != nil || len(a.Sums) != 2 || a.Sums[0].Name != "dev" || a.Sums[0].GrantedGPUHours != 2.5 || a.Had != nil {

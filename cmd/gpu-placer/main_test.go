@@ -13,10 +13,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/spf13/cobra"
 
 	"example.com/gpu-agent/internal/command"
+	"example.com/gpu-agent/internal/command/commandtest"
 )
 
 var update = flag.Bool("update", false, "write the reference anew")
@@ -108,21 +108,5 @@ func TestCommands(t *testing.T) {
 
 // The reference is what the commands say.
 func TestReference(t *testing.T) {
-	const path = "../../docs/reference.md"
-	text, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	want, err := command.Splice(string(text), "gpu-placer", command.New(newRoot(), prefix).Reference())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if *update {
-		if err := os.WriteFile(path, []byte(want), 0o644); err != nil { //nolint:gosec // it is part of the source
-			t.Fatal(err)
-		}
-	}
-	if diff := cmp.Diff(string(text), want); diff != "" && !*update {
-		t.Errorf("%s, -have +want (-update writes it anew):\n%s", path, diff)
-	}
+	commandtest.Reference(t, *update, map[string]string{"gpu-placer": command.New(newRoot(), prefix).Reference()})
 }

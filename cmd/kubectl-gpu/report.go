@@ -83,11 +83,12 @@ func newVerify() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "verify NODE",
 		Short: "start an example pod of each resource that a node offers, and judge what it sees",
-		Long: `Starts one small pod for each resource that a node offers through the device plugin and has free, one
-after the other, and judges what nvidia-smi shows in it: one GPU, the cap's memory, or the MIG device. The
-pods are in the namespace of -n, and are deleted again. Without --image they have the agent's image, which
-the node has already. You need the right to make pods there beside the role gpu-agent-operator. The exit
-code is 1 if an example fails.`,
+		Long: `Starts one small pod for each resource and each DeviceClass that a node offers and has free, one after
+the other, and judges what nvidia-smi shows in it: one GPU, the cap's memory, or the MIG device. The pods,
+and the ResourceClaims of those that ask for a DeviceClass, are in the namespace of -n, and are deleted
+again. Without --image the pods have the agent's image, which the node has already. You need the right to
+make pods and ResourceClaims there beside the role gpu-agent-operator. The exit code is 1 if an example
+fails.`,
 		Example: "kubectl gpu verify node-1 -n default",
 		Args:    oneNode,
 		RunE: func(c *cobra.Command, args []string) error {

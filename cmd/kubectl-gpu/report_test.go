@@ -10,6 +10,7 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -160,7 +161,7 @@ func play(t *testing.T, s *kubetest.Server, logs map[string]string) {
 					continue
 				}
 				done[name] = true
-				of := ""
+				of := claimOf(t, s, name)
 				limits := o["spec"].(map[string]any)["containers"].([]any)[0].(map[string]any)["resources"].(map[string]any)["limits"].(map[string]any)
 				for resource := range logs {
 					if limits[resource] == "1" {
@@ -180,6 +181,79 @@ func play(t *testing.T, s *kubetest.Server, logs map[string]string) {
 		}
 		return ctx.Err()
 	})
+}
+
+// claimOf returns the DeviceClass of the claim of a pod, with the memory that it asks for; empty if the pod
+// has none.
+func claimOf(t *testing.T, s *kubetest.Server, pod string) string {
+	for _, o := range s.All("resourceclaims") {
+		var claim struct {
+			Metadata struct{ Name string }
+			Spec     struct {
+				Devices struct {
+					Requests []struct {
+						Exactly struct {
+							DeviceClassName string
+							Capacity        struct{ Requests map[string]string }
+						}
+					}
+				}
+			}
+		}
+		text, err := json.Marshal(o)
+		if err == nil {
+			err = json.Unmarshal(text, &claim)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+		if claim.Metadata.Name == pod && len(claim.Spec.Devices.Requests) == 1 {
+			of := claim.Spec.Devices.Requests[0].Exactly
+			return of.DeviceClassName + of.Capacity.Requests["memory"]
+		}
+	}
+	return ""
+}
+
+// What a node offers through DRA is tried by claims: each DeviceClass once.
+func TestVerifyByClaims(t *testing.T) {
+	s := cluster(t)
+	s.Allow("", "pods", "create", "delete")
+	s.Allow("resource.k8s.io", "resourceclaims", "create", "delete")
+	s.Put("nodes", "", "node-1", object{"metadata": object{"labels": object{"example.com/gpu.node": "true"}}})
+	claimed := func(uuid string, index int, more object) object {
+		g := object{"uuid": uuid, "index": index, "memoryMiB": 81920, "api": "dra"}
+		maps.Copy(g, more)
+		return g
+	}
+	offers := []object{{"profile": "3g.40gb", "placements": []string{"0", "4"}, "free": []string{"4"}, "largest": 1}, {"profile": "1g.10gb", "placements": []string{"0"}, "largest": 0}}
+	s.Put("gpunodes", "", "node-1", object{"status": object{"summary": object{"gpus": 4, "unhealthy": 0, "saturationPercent": 0}, "memoryUnitMiB": 1024,
+		"conditions": []object{{"type": "Ready", "status": "True", "reason": "Offered", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}},
+		"gpus": []object{
+			claimed("GPU-a", 0, object{"mode": "whole", "kind": "whole", "total": 1, "free": 0, "largest": 0}),
+			claimed("GPU-b", 1, object{"mode": "shared", "kind": "replica", "total": 4, "free": 4, "largest": 1}),
+			claimed("GPU-c", 2, object{"mode": "dynamic", "kind": "placement", "total": 79, "free": 40, "largest": 40, "mig": object{"offers": offers}}),
+			claimed("GPU-d", 3, object{"mode": "mig", "kind": "placement", "total": 0, "free": 0, "largest": 0, "mig": object{"offers": offers}})}}})
+	play(t, s, map[string]string{"gpu.shared.example.com": "GPU 0: NVIDIA A100 (UUID: GPU-b)\n", "gpu-memory.example.com1Gi": "| N/A 0C | 0MiB /  1024MiB |\n",
+		"mig-3g.40gb.example.com": "GPU 0: NVIDIA A100 (UUID: GPU-c)\n  MIG 3g.40gb     Device  0: (UUID: MIG-1)\n"})
+	said, _, err := execute(t, in(t, s, "verify", "node-1", "-o", "json")...)
+	var v kubectlgpu.Verification
+	if err := errors.Join(err, json.Unmarshal([]byte(said), &v)); err != nil {
+		t.Fatal(err, said)
+	}
+	got := map[string]string{}
+	for _, e := range v.Examples {
+		got[e.DeviceClass] = e.Outcome + " " + e.Says
+	}
+	want := map[string]string{"gpu.example.com": "skipped nothing of it is free", "gpu.shared.example.com": "works it sees NVIDIA A100 (GPU-b)",
+		"gpu-memory.example.com": "works it sees one GPU of 1024 MiB", "mig-3g.40gb.example.com": "works it sees one MIG 3g.40gb (MIG-1)",
+		"mig-1g.10gb.example.com": "skipped nothing of it is free"}
+	if !maps.Equal(got, want) || len(v.Examples) != len(want) {
+		t.Errorf("the examples are\n%q, want\n%q", got, want)
+	}
+	if left := s.All("resourceclaims"); len(left) > 0 {
+		t.Errorf("it leaves %v", left)
+	}
 }
 
 func TestVerify(t *testing.T) {

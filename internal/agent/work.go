@@ -438,11 +438,11 @@ func (e *executor) switchMIG(ctx context.Context, d *gpu.Device, on bool) error 
 		return err
 	}
 	if e.neverReset {
-		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) "+
+		return fmt.Errorf("%w: the MIG mode comes into force with a reset of the GPU (nvidia-smi --gpu-reset -i %d) "+
 			"or a reboot; --reset is never", errResetDue, d.Index)
 	}
 	if err := e.driver.Reset(ctx, d.UUID); err != nil {
-		return fmt.Errorf("%w: the mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
+		return fmt.Errorf("%w: the MIG mode comes into force with a reset of the GPU, or a reboot: %w", errResetDue, err)
 	}
 	e.wasReset(d.UUID)
 	if m, err = e.driver.MIG(ctx, d.UUID); err == nil && m.Enabled != on {

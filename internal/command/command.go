@@ -56,6 +56,11 @@ func (p *Program) Execute(ctx context.Context, args, environ []string) error {
 	p.root.SetArgs(p.args)
 	if len(args) > 0 && strings.HasPrefix(args[0], cobra.ShellCompRequestCmd) {
 		p.completeValues()
+		// Completion that asks a server asks the one that the environment names. Cobra runs no hook of a
+		// command that it only completes, and a shell shows no errors.
+		if c, _, err := p.root.Find(args[1:]); err == nil {
+			_ = p.environment(c)
+		}
 	} else if c, err := p.singleDash(); err != nil {
 		return usage(c, err)
 	}

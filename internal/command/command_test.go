@@ -213,6 +213,36 @@ func TestCompletion(t *testing.T) {
 	}
 }
 
+// What is completed by asking somebody is asked with the environment's flags, too.
+func TestCompletionKnowsTheEnvironment(t *testing.T) {
+	for _, test := range []struct {
+		environ []string
+		line    string
+		want    string
+	}{
+		{[]string{"TOOL_NODE_NAME=n"}, "work ", "of-n :4"},
+		{[]string{"TOOL_NODE_NAME=n"}, "work --node-name=m ", "of-m :4"},
+		{[]string{"TOOL_NODE_NAME=n", "TOOL_EVERY=soon"}, "work ", "of- :4"}, // no error is printed
+	} {
+		var v values
+		root := program(&v)
+		for _, c := range root.Commands() {
+			if c.Name() == "work" {
+				c.ValidArgsFunction = func(*cobra.Command, []string, string) ([]cobra.Completion, cobra.ShellCompDirective) {
+					return []cobra.Completion{"of-" + v.nodeName}, cobra.ShellCompDirectiveNoFileComp
+				}
+			}
+		}
+		var out bytes.Buffer
+		root.SetOut(&out)
+		root.SetErr(new(bytes.Buffer))
+		err := New(root, "TOOL_").Execute(t.Context(), append([]string{cobra.ShellCompNoDescRequestCmd}, strings.Split(test.line, " ")...), test.environ)
+		if got := strings.Join(strings.Fields(out.String()), " "); err != nil || got != test.want {
+			t.Errorf("with %q, %q is completed with %q, want %q: %v", test.environ, test.line, got, test.want, err)
+		}
+	}
+}
+
 func TestExits(t *testing.T) {
 	plain := errors.New("broken")
 	for _, test := range []struct {

@@ -126,7 +126,7 @@ var next = map[Code]string{
 	NoAgent:          "look why no agent runs there: kubectl get pods -n gpu-agent -o wide",
 	UnhealthyGPU:     "see what to do about it: kubectl gpu status NODE; a new pod can go to another GPU meanwhile",
 	OtherOwner:       "take the other program off the node, or give the GPU the mode off; one owner per GPU",
-	MIGOff:           "let the agent reset the GPU (--reset), reset it by hand, or reboot the node",
+	MIGOff:           "end what has the GPU open; the agent then resets it, if --reset allows; or reboot the node",
 	PartitionBlocked: "wait for the holders to end, or end them; nothing busy is taken away",
 	PartitionPending: "wait: the agent goes on by itself; kubectl gpu status NODE shows how far it is",
 	PartitionWrong:   "correct the partition file: kubectl gpu check FILE says what is wrong with it",

@@ -149,7 +149,7 @@ func TestTroubles(t *testing.T) {
 	sick.Free, sick.Largest = 0, 0
 	sick.Conditions = conditions(because(status.GPUUnhealthy, fault), because(status.GPUUnhealthy, fault))
 	foreign := gpunode.GPU{UUID: first, MemoryMiB: 81920, Conditions: conditions(because(status.OtherOwner,
-		"another program gives the GPU out: the kubelet lists it as nvidia.com/gpu of another device plugin; end that one, or give the GPU mode off"), fine)}
+		"GPU 0 ("+first+") is not offered: the kubelet lists it as nvidia.com/gpu of another device plugin; end that one, or give the GPU mode off"), fine)}
 	noMIG := gpunode.GPU{UUID: first, MemoryMiB: 81920, Conditions: conditions(because(status.ResetDue,
 		"the MIG mode of GPU 0 (GPU-5a2f) could not be changed: a reset or a reboot is due"), fine)}
 	quota := &Workload{Name: "job-train-1", Queue: "gpus", Conditions: []Condition{{Type: "QuotaReserved", Reason: "Pending",
@@ -202,7 +202,10 @@ func TestTroubles(t *testing.T) {
 			return p
 		}()).hear(Event{Warning: true, Reason: string(status.GPUUnhealthy), Message: "GPU 0 (" + first + ") is unhealthy: " + fault}).blind("GPUNodes"),
 			UnhealthyGPU, []string{"is unhealthy: Xid 79", "on node-1"}, "status node-1"},
-		"a foreign plugin": {facts(asking(memory, 24), on("node-1", foreign)), OtherOwner, []string{"another program gives the GPU out", "nvidia.com/gpu"}, "one owner per GPU"},
+		"a foreign plugin": {facts(asking(memory, 24), on("node-1", foreign)), OtherOwner, []string{"GPU 0 (" + first + ") of node-1 gives nothing out: the kubelet lists it as nvidia.com/gpu of another device plugin"}, "one owner per GPU"},
+		"a foreign plugin, by its author, where the partition has failed for it": {facts(asking(memory, 24), on("node-1", foreign, foreign).with(gpunode.Applied,
+			because(status.OtherOwner, "partition default is failed: the Node's annotation gpu.partition.message says why"))).blind("Nodes"), OtherOwner,
+			[]string{"on node-1, partition default is failed: GPU 0 (" + first + "): the kubelet lists it as nvidia.com/gpu of another device plugin", "(and 1 more)"}, "one owner per GPU"},
 		"an image without CUDA, by the linker": {facts(crashed(Ended{Exit: 127, Reason: "Error"},
 			"python3: error while loading shared libraries: libcudart.so.12: cannot open shared object file: No such file or directory"), healthy), NoCUDA,
 			[]string{"the image of container main lacks libcudart.so.12"}, "use an image"},

@@ -166,6 +166,47 @@ func unhealthy(node string, g *gpunode.GPU) Finding {
 		cmp.Or(message, "it does not say why")).on(node)
 }
 
+// inObject is the state of a partition that is known from the GPUNode alone.
+const inObject = "not in force"
+
+// ofGPUs returns what the GPUs of a node say that give nothing out for the reason of a code: the first
+// of them, and how many more there are. It is empty if there are none.
+func (v *view) ofGPUs(code Code) string {
+	s := v.status()
+	if s == nil {
+		return ""
+	}
+	said, more := "", 0
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		for _, c := range g.Conditions {
+			switch {
+			case c.Type != gpunode.Available || c.Status == gpunode.True || c.Message == "" || codeOf(c.Reason) != code:
+			case said == "":
+				said = fmt.Sprintf("GPU %d (%s): %s", g.Index, g.UUID, without(g, c.Message))
+			default:
+				more++
+			}
+		}
+	}
+	if more > 0 {
+		said += fmt.Sprintf(" (and %d more)", more)
+	}
+	return said
+}
+
+// without returns a message about a GPU without the GPU's name at its beginning, for a sentence that has
+// named it.
+func without(g *gpunode.GPU, message string) string {
+	for _, name := range []string{fmt.Sprintf("GPU %d (%s) is not offered: ", g.Index, g.UUID),
+		fmt.Sprintf("GPU %d (%s) ", g.Index, g.UUID), fmt.Sprintf("GPU %d: ", g.Index)} {
+		if rest, ok := strings.CutPrefix(message, name); ok {
+			return rest
+		}
+	}
+	return message
+}
+
 // partition returns why a node's partition is not in force; nil if it is, or if that is not known.
 func (f *Facts) partition(v *view) *Finding {
 	state, reason, message, name := "", "", "", ""
@@ -175,18 +216,26 @@ func (f *Facts) partition(v *view) *Finding {
 	if s := v.status(); state == "" && s != nil {
 		for _, c := range s.Conditions {
 			if c.Type == gpunode.Applied && c.Status != gpunode.True {
-				state, reason, message = "not in force", string(c.Reason), c.Message
+				state, reason, message = inObject, string(c.Reason), c.Message
 			}
 		}
 	}
 	byState := map[string]Code{"blocked": PartitionBlocked, "invalid": PartitionWrong, "failed": PartitionWrong,
-		"pending": PartitionPending, "not in force": PartitionPending}
+		"pending": PartitionPending, inObject: PartitionPending}
 	code, not := byState[state]
 	if !not {
 		return nil
 	}
 	if of := codeOf(status.Reason(reason)); of != NotReady && reason != "" {
 		code = of
+	}
+	if state == inObject {
+		if said := v.ofGPUs(code); said != "" {
+			// The object names no pods, so it says of the partition only where to read on.
+			what, _, _ := strings.Cut(message, ": ")
+			out := find(code, "on %s, %s: %s", v.name, what, said).on(v.name)
+			return &out
+		}
 	}
 	which := "the partition of " + v.name
 	if name != "" {

@@ -299,7 +299,7 @@ func withdrawn(node string, g *gpunode.GPU) Finding {
 		what = "is unhealthy"
 	}
 	return find(code, "GPU %d (%s) of %s %s: %s", g.Index, g.UUID, node, what,
-		cmp.Or(c.Message, string(c.Reason))).on(node)
+		cmp.Or(without(g, c.Message), string(c.Reason))).on(node)
 }
 
 // place returns why a pod that asks for something has no node: the answer of the nodes that come

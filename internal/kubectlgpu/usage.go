@@ -17,12 +17,13 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/kube/pluginkube"
+	"example.com/gpu-agent/internal/usage"
 )
 
 // Account is who was granted what on nodes, and used it; or with a moment, who held what then.
 type Account struct {
 	// Sums are over all nodes that were asked, those with the most granted first.
-	Sums []Sum `json:"sums,omitempty"`
+	Sums []usage.Sum `json:"sums,omitempty"`
 	// Had is sorted by node, GPU and time.
 	Had []Had `json:"had,omitempty"`
 	// Notes are on what the nodes' journals lack.
@@ -31,33 +32,10 @@ type Account struct {
 	by string
 }
 
-// Sum is one line of an account. Its times are in hours. A nil value is not known.
-type Sum struct {
-	Name            string   `json:"name"`
-	Grants          int      `json:"grants"`
-	GrantedGPUHours float64  `json:"grantedGPUHours"`
-	UsedGPUHours    *float64 `json:"usedGPUHours"`
-	GrantedGiBHours float64  `json:"grantedGiBHours"`
-	UsedGiBHours    *float64 `json:"usedGiBHours"`
-	SMHours         *float64 `json:"smHours"`
-}
-
-// Had is a piece of a GPU, and the container that had it.
+// Had is a piece of a GPU of a node, and the container that had it.
 type Had struct {
-	Node       string            `json:"node"`
-	Index      int               `json:"index"`
-	GPU        string            `json:"gpu"`
-	Piece      string            `json:"piece"`
-	Share      float64           `json:"share"`
-	Resource   string            `json:"resource"`
-	Allocation string            `json:"allocation"`
-	Since      time.Time         `json:"since"`
-	Until      time.Time         `json:"until,omitzero"`
-	Namespace  string            `json:"namespace,omitempty"`
-	Pod        string            `json:"pod,omitempty"`
-	UID        string            `json:"uid,omitempty"`
-	Container  string            `json:"container,omitempty"`
-	Labels     map[string]string `json:"labels,omitempty"`
+	Node string `json:"node"`
+	usage.Had
 }
 
 // AccountQuery is what to account for. The texts are as `gpu-agent usage` takes them.
@@ -77,7 +55,7 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 			query.Set(key, value)
 		}
 	}
-	parts := make([]Account, len(agents))
+	parts := make([]usage.Answer, len(agents))
 	failed = append(failed, each(ctx, c, agents, func(i int, p *Pages) error {
 		body, err := p.ask(ctx, http.MethodGet, "/usage", query, nil)
 		if err == nil {
@@ -88,17 +66,16 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 		return err
 	})...)
 	out := &Account{by: q.By}
-	sums := map[string]*Sum{}
+	sums := map[string]*usage.Sum{}
 	for i := range parts {
 		for _, s := range parts[i].Sums {
 			if sums[s.Name] == nil {
-				sums[s.Name] = &Sum{Name: s.Name}
+				sums[s.Name] = &usage.Sum{Name: s.Name}
 			}
-			sums[s.Name].add(&s)
+			add(sums[s.Name], &s)
 		}
 		for _, h := range parts[i].Had {
-			h.Node = agents[i].Node
-			out.Had = append(out.Had, h)
+			out.Had = append(out.Had, Had{agents[i].Node, h})
 		}
 		for _, n := range parts[i].Notes {
 			out.Notes = append(out.Notes, agents[i].Node+": "+n)
@@ -107,15 +84,15 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 	for _, s := range sums {
 		out.Sums = append(out.Sums, *s)
 	}
-	slices.SortFunc(out.Sums, func(a, b Sum) int {
+	slices.SortFunc(out.Sums, func(a, b usage.Sum) int {
 		return cmp.Or(cmp.Compare(b.GrantedGPUHours, a.GrantedGPUHours), cmp.Compare(a.Name, b.Name))
 	})
 	return out, errors.Join(failed...)
 }
 
-// add adds what another node has accounted. Of what is not known on one node, the sum is that of the
+// add adds to s what another node has accounted. Of what is not known on one node, the sum is that of the
 // others.
-func (s *Sum) add(o *Sum) {
+func add(s, o *usage.Sum) {
 	s.Grants += o.Grants
 	s.GrantedGPUHours += o.GrantedGPUHours
 	s.GrantedGiBHours += o.GrantedGiBHours

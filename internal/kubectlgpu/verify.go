@@ -15,25 +15,29 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourcev1 "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"example.com/gpu-agent/internal/diagnosis"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/kube/pluginkube"
+	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// Verification is what came of one example pod for each resource of a node.
+// Verification is what came of one example pod for each resource and DeviceClass of a node.
 type Verification struct {
 	Node     string    `json:"node"`
 	Examples []Example `json:"examples"`
 }
 
-// Example is an example pod.
+// Example is an example pod. It asks for a resource, or by a claim for a device of a DeviceClass.
 type Example struct {
-	Resource string `json:"resource"`
-	Amount   int    `json:"amount"`
+	Resource    string `json:"resource,omitempty"`
+	DeviceClass string `json:"deviceClass,omitempty"`
+	Amount      int    `json:"amount"`
 	// Pod is its name; empty if none was made.
 	Pod string `json:"pod,omitempty"`
 	// Outcome is "works", "fails" or "skipped".
@@ -61,8 +65,8 @@ type VerifyOptions struct {
 	Unique string
 }
 
-// Verify makes a pod for each resource that a node offers, one after the other, waits for its end and
-// judges what it saw. It deletes each pod, also if ctx ends.
+// Verify makes a pod for each resource and each DeviceClass that a node offers, one after the other, waits
+// for its end and judges what it saw. It deletes each pod, and its claim, also if ctx ends.
 func Verify(ctx context.Context, c *pluginkube.Client, node string, o VerifyOptions) (*Verification, error) {
 	fleet, err := c.Fleet(ctx)
 	if err != nil {
@@ -81,61 +85,129 @@ func Verify(ctx context.Context, c *pluginkube.Client, node string, o VerifyOpti
 		o.Image = agent.Image
 	}
 	v := &Verification{Node: node, Examples: []Example{}}
-	for n := range s.Resources {
-		r := &s.Resources[n]
-		e := Example{Resource: r.Name, Amount: 1, Outcome: Skipped}
-		switch {
-		case r.Total == 0:
-			continue
-		case r.Largest == 0:
-			e.Says = "nothing of it is free"
-		default:
-			want := expect(s, r.Name)
+	for n, of := range append(offers(s), claimable(s, c.Domain())...) {
+		e := Example{Resource: of.resource, DeviceClass: of.class, Amount: 1, Outcome: Skipped}
+		if of.free {
 			e.Pod = fmt.Sprintf("gpu-verify-%s-%d", o.Unique, n)
-			if err := e.run(ctx, c, node, &o, &want); err != nil {
+			if err := e.run(ctx, c, node, &o, &of); err != nil {
 				v.Examples = append(v.Examples, e)
 				return v, err
 			}
+		} else {
+			e.Says = "nothing of it is free"
 		}
 		v.Examples = append(v.Examples, e)
 	}
 	if len(v.Examples) == 0 {
-		return v, fmt.Errorf("node %s offers nothing through the device plugin; claims of DRA are not verified", node)
+		return v, fmt.Errorf("node %s offers nothing: kubectl gpu why node/%[1]s says why", node)
 	}
 	return v, nil
 }
 
-// sight is what a pod is to see.
-type sight struct {
+// offer is something that a node offers, and what a pod with one device of it is to see.
+type offer struct {
+	// resource is the name of a resource, and class that of a DeviceClass. One of them is empty.
+	resource, class string
+	// free is true if a pod can have one now.
+	free bool
 	// command is what the pod runs.
 	command []string
-	// capMiB is the memory that it is to see; 0 if that is not judged.
+	// capMiB is the memory that it is to see, and asks for by a claim; 0 if that is not judged.
 	capMiB int
 	// profile is the MIG profile that it is to see; empty if none.
 	profile string
 }
 
-// expect returns what a container with one device of a resource is to see.
-func expect(s *gpunode.Status, name string) sight {
-	_, base, _ := strings.Cut(name, "/")
+// named returns the offer of whole devices of a name: the last part of a resource, or of a DeviceClass.
+func named(base string, free bool) offer {
+	out := offer{free: free, command: []string{"nvidia-smi", "-L"}}
 	if profile, err := mig.ParseResource(base); err == nil {
-		return sight{command: []string{"nvidia-smi", "-L"}, profile: profile.String()}
+		out.profile = profile.String()
 	}
-	for i := range s.GPUs {
-		if g := &s.GPUs[i]; g.Resource == name && g.Kind.Counted().Together() {
-			return sight{command: []string{"nvidia-smi"}, capMiB: s.MemoryUnitMiB}
-		}
-	}
-	return sight{command: []string{"nvidia-smi", "-L"}}
+	return out
 }
 
-// example returns the pod for a resource.
-func example(namespace, name, node, resourceName string, o *VerifyOptions, want *sight) *corev1.Pod {
+// ofMemory returns the offer of one unit of memory.
+func ofMemory(s *gpunode.Status, free bool) offer {
+	return offer{free: free, command: []string{"nvidia-smi"}, capMiB: s.MemoryUnitMiB}
+}
+
+// offers returns what a node offers through the device plugin.
+func offers(s *gpunode.Status) (out []offer) {
+	for i := range s.Resources {
+		r := &s.Resources[i]
+		if r.Total == 0 {
+			continue
+		}
+		_, base, _ := strings.Cut(r.Name, "/")
+		of := named(base, r.Largest > 0)
+		memory := func(g gpunode.GPU) bool { return g.Resource == r.Name && g.Kind.Counted().Together() }
+		if slices.ContainsFunc(s.GPUs, memory) {
+			of = ofMemory(s, of.free)
+		}
+		of.resource = r.Name
+		out = append(out, of)
+	}
+	return out
+}
+
+// claimable returns what a node offers through DRA: each DeviceClass once.
+func claimable(s *gpunode.Status, domain string) (out []offer) {
+	add := func(base string, of offer) {
+		of.class = base + "." + domain
+		i := slices.IndexFunc(out, func(o offer) bool { return o.class == of.class })
+		if i < 0 {
+			out = append(out, of)
+		} else {
+			out[i].free = out[i].free || of.free
+		}
+	}
+	for i := range s.GPUs {
+		g := &s.GPUs[i]
+		if g.API != string(workload.DRA) {
+			continue
+		}
+		for _, kind := range piece.Kinds() {
+			dynamic := g.Mode == "dynamic" && kind.Dynamic()
+			switch free := g.Free > 0; {
+			case kind.InMIG() || g.Total == 0 || kind != g.Kind && !dynamic:
+			case kind.Together():
+				add(kind.Class(), ofMemory(s, free))
+			case kind.Alone():
+				add(kind.Class(), named(kind.Short(), free && g.Free == g.Total))
+			default:
+				add(kind.Class(), named(kind.Short(), free))
+			}
+		}
+		if g.MIG == nil {
+			continue
+		}
+		for j := range g.MIG.Offers {
+			of := &g.MIG.Offers[j]
+			profile, err := mig.Parse(of.Profile)
+			if err != nil {
+				continue // a later version's
+			}
+			add(profile.Resource(), named(profile.Resource(), len(of.Free) > 0))
+		}
+	}
+	return out
+}
+
+// example returns the pod for an offer.
+func example(namespace, name, node string, o *VerifyOptions, of *offer) *corev1.Pod {
 	no, yes := false, true
 	nobody, now, limit := int64(65534), int64(0), int64(max(1, o.Timeout/time.Second))
 	amounts := corev1.ResourceList{
-		corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi"),
-		corev1.ResourceName(resourceName): resource.MustParse("1")}
+		corev1.ResourceCPU: resource.MustParse("50m"), corev1.ResourceMemory: resource.MustParse("64Mi")}
+	var claims []corev1.PodResourceClaim
+	var has []corev1.ResourceClaim
+	if of.class != "" {
+		claims = []corev1.PodResourceClaim{{Name: claimRequest, ResourceClaimName: &name}}
+		has = []corev1.ResourceClaim{{Name: claimRequest}}
+	} else {
+		amounts[corev1.ResourceName(of.resource)] = resource.MustParse("1")
+	}
 	here := corev1.NodeSelectorRequirement{Key: "metadata.name", Operator: corev1.NodeSelectorOpIn, Values: []string{node}}
 	affinity := &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
 		NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{here}}}}}
@@ -148,34 +220,63 @@ func example(namespace, name, node, resourceName string, o *VerifyOptions, want 
 			Tolerations:   []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
 			RestartPolicy: corev1.RestartPolicyNever, ActiveDeadlineSeconds: &limit,
 			TerminationGracePeriodSeconds: &now,
-			AutomountServiceAccountToken:  &no, EnableServiceLinks: &no,
+			AutomountServiceAccountToken:  &no, EnableServiceLinks: &no, ResourceClaims: claims,
 			SecurityContext: &corev1.PodSecurityContext{RunAsNonRoot: &yes, RunAsUser: &nobody, RunAsGroup: &nobody,
 				SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 			Containers: []corev1.Container{{Name: "main", Image: o.Image, ImagePullPolicy: corev1.PullIfNotPresent,
-				Command: want.command, Resources: corev1.ResourceRequirements{Limits: amounts},
+				Command: of.command, Resources: corev1.ResourceRequirements{Limits: amounts, Claims: has},
 				SecurityContext: &corev1.SecurityContext{AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
 					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}}}}},
 		},
 	}
 }
 
+// claimRequest is the name of the claim in the pod, and of its request.
+const claimRequest = "gpu"
+
+// claim returns the claim for an offer of a DeviceClass.
+func claim(namespace, name string, of *offer) *resourcev1.ResourceClaim {
+	exactly := &resourcev1.ExactDeviceRequest{DeviceClassName: of.class, Count: 1,
+		AllocationMode: resourcev1.DeviceAllocationModeExactCount}
+	if of.capMiB > 0 {
+		exactly.Capacity = &resourcev1.CapacityRequirements{Requests: map[resourcev1.QualifiedName]resource.Quantity{
+			"memory": *resource.NewQuantity(int64(of.capMiB)<<20, resource.BinarySI)}}
+	}
+	return &resourcev1.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name,
+			Labels: map[string]string{"app.kubernetes.io/managed-by": "kubectl-gpu"}},
+		Spec: resourcev1.ResourceClaimSpec{Devices: resourcev1.DeviceClaim{
+			Requests: []resourcev1.DeviceRequest{{Name: claimRequest, Exactly: exactly}}}},
+	}
+}
+
 // run makes the pod, waits for its end and judges it. It fails only if ctx ends.
-func (e *Example) run(ctx context.Context, c *pluginkube.Client, node string, o *VerifyOptions, want *sight) error {
+func (e *Example) run(ctx context.Context, c *pluginkube.Client, node string, o *VerifyOptions, of *offer) error {
 	fail := func(format string, args ...any) {
 		e.Outcome, e.Says = Fails, printable(fmt.Sprintf(format, args...))
 	}
-	if _, err := c.CreatePod(ctx, example(c.Namespace(), e.Pod, node, e.Resource, o, want)); err != nil {
+	name := e.Pod // the claim's, too
+	remove := func(remove func(ctx context.Context, namespace, name string) error) {
+		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
+		defer cancel()
+		if err := remove(last, c.Namespace(), name); err != nil {
+			fail("%s; and it is still there: %v", e.Says, err)
+		}
+	}
+	if of.class != "" {
+		if err := c.CreateClaim(ctx, claim(c.Namespace(), name, of)); err != nil {
+			e.Pod = ""
+			fail("%v", err)
+			return nil
+		}
+		defer remove(c.DeleteClaim)
+	}
+	if err := c.CreatePod(ctx, example(c.Namespace(), name, node, o, of)); err != nil {
 		e.Pod = ""
 		fail("%v", err)
 		return nil
 	}
-	defer func() {
-		last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 30*time.Second)
-		defer cancel()
-		if err := c.DeletePod(last, c.Namespace(), e.Pod); err != nil {
-			fail("%s; and it is still there: %v", e.Says, err)
-		}
-	}()
+	defer remove(c.DeletePod)
 	phase, err := e.await(ctx, c, o)
 	switch {
 	case err != nil:
@@ -201,7 +302,7 @@ func (e *Example) run(ctx context.Context, c *pluginkube.Client, node string, o 
 		fail("read its log: %v", err)
 		return nil
 	}
-	saw, err := want.judge(string(said))
+	saw, err := of.judge(string(said))
 	if err != nil {
 		fail("%v", err)
 		return nil
@@ -247,7 +348,7 @@ var (
 
 // judge returns what a pod saw, by the output of nvidia-smi; or how it differs from what it is to
 // see.
-func (s *sight) judge(said string) (string, error) {
+func (s *offer) judge(said string) (string, error) {
 	if s.capMiB > 0 {
 		cells := memoryCell.FindAllStringSubmatch(said, -1)
 		if len(cells) != 1 {
@@ -300,10 +401,10 @@ func (v *Verification) Err() error {
 // Write writes the examples as a table.
 func (v *Verification) Write(out io.Writer) error {
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(w, "RESOURCE\tAMOUNT\tOUTCOME\tSAYS")
+	fmt.Fprintln(w, "RESOURCE OR DEVICECLASS\tAMOUNT\tOUTCOME\tSAYS")
 	for i := range v.Examples {
 		e := &v.Examples[i]
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", printable(e.Resource), e.Amount, e.Outcome, e.Says)
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\n", printable(e.Resource+e.DeviceClass), e.Amount, e.Outcome, e.Says)
 	}
 	return w.Flush()
 }

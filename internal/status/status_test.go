@@ -127,7 +127,7 @@ func TestTextFits(t *testing.T) {
 	s.GPUs[0].Model = strings.Repeat("model ", 30)
 	s.GPUs[0].Resource = strings.Repeat("long", 20) + ".example.com/gpu-mem"
 	s.Containers[2].Pod = strings.Repeat("pod-", 40)
-	s.Containers[3].Container = "first\n\x1b[31msecond\tword"
+	s.Containers[3].Container = "first\n\x1b[31msecond\tword\u202e"
 	s.Watchdog = Watchdog{State: WatchdogOff, Reason: strings.Repeat("reason ", 40)}
 	s.GPUs[1].Reason = "first line\n\x1b[31msecond\tline"
 	for _, width := range []int{0, 60, 80, 133} {
@@ -141,7 +141,7 @@ func TestTextFits(t *testing.T) {
 				if n := utf8.RuneCountInString(line); n > limit {
 					t.Errorf("width %d: %d columns: %q", width, n, line)
 				}
-				if strings.ContainsAny(line, "\x1b\t") || strings.HasSuffix(line, " ") {
+				if strings.ContainsAny(line, "\x1b\t\u202e") || strings.HasSuffix(line, " ") {
 					t.Errorf("control character or trailing space in %q", line)
 				}
 			}

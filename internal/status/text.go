@@ -90,10 +90,11 @@ func (p *printer) fit(s string, columns int) string {
 	return string([]rune(s)[:max(columns-1, 0)]) + more
 }
 
-// oneLine replaces control characters, so that a text from outside cannot move the cursor.
+// oneLine replaces control characters and others that are not printed, so that a text from outside can
+// neither move the cursor nor turn the direction of the line.
 func oneLine(s string) string {
 	return strings.Map(func(r rune) rune {
-		if r < ' ' || r >= 0x7f && r < 0xa0 {
+		if !strconv.IsPrint(r) {
 			return ' '
 		}
 		return r
@@ -236,7 +237,13 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	}
 	facts := join("  ", g.Model, amount(g.MemoryMiB), mode)
 	p.line(p.paint(bold, title) + p.fit(facts, p.Width-len(title)-2-len(health)) + "  " + p.paint(color, health))
-	p.line(indent + p.paint(faint, p.fit(join("  ", g.UUID, g.asked()), p.Width-len(indent))))
+	names := []string{join("  ", g.UUID, g.asked())}
+	if utf8.RuneCountInString(names[0]) > p.Width-len(indent) {
+		names = []string{g.UUID, g.asked()} // a long domain has a line of its own
+	}
+	for _, name := range names {
+		p.line(indent + p.paint(faint, p.fit(name, p.Width-len(indent))))
+	}
 	if g.asked() != "" && (g.MIG == nil || g.Total > 0) {
 		p.use(g)
 	}

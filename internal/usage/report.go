@@ -20,6 +20,14 @@ type Report struct {
 	sums     map[string]*Sum
 }
 
+// Answer is a node's page /usage: sums, or who held what at a moment.
+type Answer struct {
+	Sums []Sum `json:"sums,omitempty"`
+	Had  []Had `json:"had,omitempty"`
+	// Notes are on what the journal lacks.
+	Notes []string `json:"notes,omitempty"`
+}
+
 // Sum is one line of a report. Its times are in hours.
 type Sum struct {
 	// Name is the namespace, the pod as "namespace/pod", or the value of a label. It is empty

@@ -152,6 +152,14 @@ func (k *Kit) BuildNext(ctx context.Context) error {
 	return nil
 }
 
+// Plugin is the plugin for kubectl, as BuildPlugin builds it.
+const Plugin = "kubectl-gpu"
+
+// BuildPlugin builds the plugin for kubectl, and what its completion takes, as `make plugin` does.
+func (k *Kit) BuildPlugin(ctx context.Context) error {
+	return k.Run(ctx, "make", "--no-print-directory", "-s", "plugin", "CACHE="+k.Cache)
+}
+
 // BuildPeer builds NVIDIA's device plugin, unmodified, and returns where it is.
 // The version stands in its module's go.mod below tests/peers.
 func (k *Kit) BuildPeer(ctx context.Context) (string, error) {

@@ -14,7 +14,11 @@
 //	make release VERSION=v0.1.0-rc.1
 //	go test ./tests/release -from dist/v0.1.0-rc.1
 //
-// A second test publishes a release to a registry on the node, as `make publish` does, and installs it by
+// TestFirstDay runs the commands that README, docs/install.md, docs/pods.md and what they lead to show, in the
+// order in which a reader comes to them, and logs a transcript with seconds. A command that is shown and not
+// run needs a reason in the test.
+//
+// A third test publishes a release to a registry on the node, as `make publish` does, and installs it by
 // the registry's name: Helm takes the chart from there, and containerd the images.
 //
 // [Kit.BuildNext]: example.com/gpu-agent/tests/lab.Kit.BuildNext

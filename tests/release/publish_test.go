@@ -3,13 +3,10 @@
 package release
 
 import (
-	"context"
-	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"example.com/gpu-agent/tests/lab"
 )
@@ -28,14 +25,7 @@ const (
 func TestPublishedRelease(t *testing.T) {
 	b := newBench(t)
 	ctx, kit, node := t.Context(), b.kit, b.node
-	must(t, node.Start(ctx, "registry", kit.Bin("cluster"), "registry", "--listen", listen))
-	must(t, lab.Await(ctx, time.Minute, "the registry to listen", func(ctx context.Context) error {
-		said, err := node.LogEnd(ctx, "registry")
-		if err == nil && !strings.Contains(said, "the registry listens on "+listen) {
-			err = fmt.Errorf("it says %q", said)
-		}
-		return err
-	}))
+	b.registry()
 	r := b.makeFor(registry, "v0.1.0-rc.1", filepath.Join(kit.Cache, "bin"))
 	for i, want := range []string{"tagged    " + r.chartReference(), "is there  " + r.chartReference()} {
 		if said := b.publish(r); !strings.Contains(said, want) || i == 1 && strings.Contains(said, "pushed ") {

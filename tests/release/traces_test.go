@@ -17,7 +17,7 @@ import (
 var (
 	dirs   = []string{"/etc", "/opt", "/usr/local", "/var/lib", "/run", "/dev"}
 	others = []string{"/var/lib/kubelet/allocated_pods_state", "/var/lib/kubelet/actuated_pods_state",
-		"/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint", "/var/lib/kubelet/pods", "/var/lib/containerd", "/run/containerd", "/run/netns", "/var/lib/cni", "/dev/pts", "/dev/shm"}
+		"/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint", "/var/lib/kubelet/pods", "/var/lib/kubelet/image_manager", "/var/lib/containerd", "/run/containerd", "/run/netns", "/var/lib/cni", "/dev/pts", "/dev/shm"}
 )
 
 // everything is what the API server has, what the Node says, and the files and mounts of

@@ -262,12 +262,21 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{formed(".", "./tests/crash", "-built")},
 		},
 		{
-			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled; and installed from a registry", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, lacks: root,
+			name: "upgrade", what: "a release on a real node: installed by Helm, upgraded and rolled back under load, uninstalled; installed from a registry; and the commands that README and docs show", after: []string{"emulator", "image", "node", "helm"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, reads: []string{"README.md", "docs", "deployments", "Makefile"}, lacks: root,
 			commands: []command{test(".", "-count=1", limit, "./tests/release", "-built")},
 		},
 		{
 			name: "queues", what: "Jobs and frameworks through the real Kueue to hollow nodes, on-prem and in a cloud", after: []string{"emulator", "image", "kueue"}, lane: second, set: whole, again: true, lacks: root,
 			commands: []command{formed(".", "./tests/queues")},
+		},
+		{
+			name: "demo", what: "the demo, each step of which it checks itself", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, reads: []string{"README.md", "tests/demo"}, lacks: root,
+			// A demo that fails leaves its node, to be looked at.
+			commands: []command{run("sh", "-c", "go run ./tests/demo up; status=$?; go run ./tests/demo down && exit $status")},
+		},
+		{
+			name: "why", what: "kubectl gpu on a real node: the cause of staged troubles in its first line, and each command", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, reads: []string{"docs", "deployments"}, lacks: root,
+			commands: []command{run("make", "--no-print-directory", "-s", "plugin", "CACHE="+cache), test(".", "-count=1", limit, "./tests/why", "-built")},
 		},
 		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, set: whole, lacks: root,
@@ -431,7 +440,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release"}
+var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release", "/tests/why"}
 
 // sweeps go through many machines, or all layouts of a card, with what other packages' tests
 // look for races in.

@@ -23,7 +23,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 		s.writeSlice(w, verb, name, body)
 	case of == "leases":
 		s.serveLease(w, verb, namespace, name, body)
-	case of == "resourceclaims":
+	case of == "resourceclaims" && verb != "create" && verb != "delete":
 		s.serveClaims(w, r, verb, namespace, name, body)
 	case resource == "pods/log":
 		s.log(w, r, namespace, name)
@@ -31,7 +31,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 		s.forward(w, r, namespace, name)
 	case verb == "get":
 		s.get(w, resource, namespace, name)
-	case verb == "delete" && resource == "pods":
+	case verb == "delete" && (resource == "pods" || resource == "resourceclaims"):
 		s.Put(resource, namespace, name, nil)
 		Answer(w, Failed(200, ""))
 	case verb == "list" && name == "":

@@ -232,7 +232,7 @@ var kinds = map[string]string{
 	"resourceslices.authentication.liqo.io": "ResourceSlice", "tenants.authentication.liqo.io": "Tenant",
 	"workloads.kueue.x-k8s.io": "Workload", "resourceflavors.kueue.x-k8s.io": "ResourceFlavor",
 	"admissionchecks.kueue.x-k8s.io": "AdmissionCheck", "gpunodes": "GPUNode", "resourceslices": "ResourceSlice",
-	"configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease", "jobs": "Job",
+	"resourceclaims": "ResourceClaim", "configmaps": "ConfigMap", "nodes": "Node", "events": "Event", "pods": "Pod", "leases": "Lease", "jobs": "Job",
 }
 
 // Clone returns a deep copy.

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourcev1 "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -58,6 +59,7 @@ type Client struct {
 var (
 	eventsResource = schema.GroupVersionResource{Version: "v1", Resource: "events"}
 	jobsResource   = schema.GroupVersionResource{Group: "batch", Version: "v1", Resource: "jobs"}
+	claims         = schema.GroupVersionResource{Group: "resource.k8s.io", Version: "v1", Resource: "resourceclaims"}
 	configMaps     = schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}
 	// workloads are in the two versions that Kueue's releases serve, the newer one first.
 	workloads = []schema.GroupVersionResource{
@@ -266,30 +268,49 @@ func (c *Client) Log(ctx context.Context, namespace, pod string, o LogOptions) (
 	return body, nil
 }
 
-// CreatePod creates a pod, and returns its name.
-func (c *Client) CreatePod(ctx context.Context, pod *corev1.Pod) (string, error) {
+// CreatePod creates a pod.
+func (c *Client) CreatePod(ctx context.Context, pod *corev1.Pod) error {
+	pod.APIVersion, pod.Kind = "v1", "Pod"
+	return c.create(ctx, kube.Pods, pod)
+}
+
+// CreateClaim creates a ResourceClaim.
+func (c *Client) CreateClaim(ctx context.Context, claim *resourcev1.ResourceClaim) error {
+	claim.APIVersion, claim.Kind = "resource.k8s.io/v1", "ResourceClaim"
+	return c.create(ctx, claims, claim)
+}
+
+// create creates an object that says what it is.
+func (c *Client) create(ctx context.Context, of schema.GroupVersionResource, object metav1.Object) error {
 	ctx, cancel := context.WithTimeout(ctx, c.o.Timeout)
 	defer cancel()
-	pod.APIVersion, pod.Kind = "v1", "Pod"
-	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(pod)
-	if err != nil {
-		return "", err
+	fields, err := runtime.DefaultUnstructuredConverter.ToUnstructured(object)
+	if err == nil {
+		_, err = c.in(of, object.GetNamespace()).Create(ctx, &unstructured.Unstructured{Object: fields},
+			metav1.CreateOptions{})
 	}
-	o, err := c.in(kube.Pods, pod.Namespace).Create(ctx, &unstructured.Unstructured{Object: fields},
-		metav1.CreateOptions{})
 	if err != nil {
-		return "", fmt.Errorf("create pod %s: %w", named(pod.Namespace, pod.Name), err)
+		return fmt.Errorf("create %s %s: %w", of.Resource, named(object.GetNamespace(), object.GetName()), err)
 	}
-	return o.GetName(), nil
+	return nil
 }
 
 // DeletePod deletes a pod. One that does not exist is no error.
 func (c *Client) DeletePod(ctx context.Context, namespace, name string) error {
+	return c.delete(ctx, kube.Pods, namespace, name)
+}
+
+// DeleteClaim deletes a ResourceClaim. One that does not exist is no error.
+func (c *Client) DeleteClaim(ctx context.Context, namespace, name string) error {
+	return c.delete(ctx, claims, namespace, name)
+}
+
+func (c *Client) delete(ctx context.Context, of schema.GroupVersionResource, namespace, name string) error {
 	ctx, cancel := context.WithTimeout(ctx, c.o.Timeout)
 	defer cancel()
-	err := c.in(kube.Pods, namespace).Delete(ctx, name, metav1.DeleteOptions{})
+	err := c.in(of, namespace).Delete(ctx, name, metav1.DeleteOptions{})
 	if err != nil && !apierrors.IsNotFound(err) {
-		return fmt.Errorf("delete pod %s: %w", named(namespace, name), err)
+		return fmt.Errorf("delete %s %s: %w", of.Resource, named(namespace, name), err)
 	}
 	return nil
 }
