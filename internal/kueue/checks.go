@@ -337,6 +337,8 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
+	case c.returns(w, v):
+		return nil // its sets in a cloud come back, and the hold is for all of them
 	case s.State == Ready && h != nil && h.shape == want.shape && c.books.Lost(c.id(w)) == nil:
 		h.stranded = time.Time{}
 		return nil
@@ -534,7 +536,7 @@ func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 // hold holds room for a workload that has no quota for it yet.
 func (c *Checks) hold(w *Workload, want *wanted, now time.Time) (at [][]string, no *placer.Refusal) {
 	h := c.held[c.id(w)]
-	if no := c.full[want.shape]; no != nil && h == nil {
+	if no := c.full[want.shape]; no != nil && (h == nil || h.since.IsZero()) {
 		return nil, no
 	}
 	if at, no = c.find(w, want, false); no != nil {
