@@ -98,9 +98,9 @@ type View struct {
 // Checks decides on admission checks. It is pure but for the books, which it asks to hold room.
 // Its methods are not for several goroutines.
 type Checks struct {
-	domain string
-	books  Books
-	held   map[string]*held // by ID
+	names
+	books Books
+	held  map[string]*held // by ID
 	// reaches are the nodes that workloads may be on. full are the shapes that found no room since the
 	// books' news was heard.
 	reaches reaches
@@ -152,7 +152,7 @@ type Answer struct {
 // NewChecks returns what has held nothing. Domain is that of controllers and annotations.
 func NewChecks(domain string, books Books) *Checks {
 	return &Checks{
-		domain: domain, books: books, held: map[string]*held{},
+		names: names{domain}, books: books, held: map[string]*held{},
 		sought: map[string]time.Time{}, refusedAt: map[string]time.Time{}, hopes: hopes{},
 		arriving: map[string]time.Time{}, tried: map[string]time.Time{},
 	}
@@ -173,45 +173,6 @@ func HoldOf(domain string) func(*corev1.Pod) string {
 
 // id is that of a hold in a namespace.
 func id(namespace, key string) string { return "kueue/" + namespace + "/" + key }
-
-// key is that of a workload's hold. Once a check has told the pods a key, it is that one, also after the workload
-// got an owner, as prebuilt ones do. Checks that an earlier build wrote may have an owner's UID there. Until then
-// it is what no other object gets and no edit changes: the workload's UID. The workloads of an elastic job replace
-// each other while its pods run on, so their key is the name that they share.
-func (c *Checks) key(w *Workload) string {
-	for _, s := range w.Checks {
-		for _, u := range s.PodSetUpdates {
-			if key := u.Annotations[c.domain+"/"+holdName]; key != "" {
-				return key
-			}
-		}
-	}
-	return cmp.Or(w.Annotations[sliceName], w.UID)
-}
-
-// id is that of a workload's hold.
-func (c *Checks) id(w *Workload) string { return id(w.Namespace, c.key(w)) }
-
-// is reports whether a check asks a question.
-func (c *Checks) is(v *View, check, question string) bool {
-	k := v.Checks[check]
-	return k != nil && k.Controller == c.domain+"/"+question
-}
-
-// room reports whether a check asks for room on-prem.
-func (c *Checks) room(v *View, check string) bool {
-	return c.is(v, check, onPremName) || c.is(v, check, urgentName)
-}
-
-// Inactive are the placer's checks whose condition Active is not set yet.
-func (c *Checks) Inactive(v *View) (out []*Check) {
-	for _, name := range slices.Sorted(maps.Keys(v.Checks)) {
-		if k := v.Checks[name]; !k.Active && (c.room(v, name) || c.is(v, name, cloudName)) {
-			out = append(out, k)
-		}
-	}
-	return out
-}
 
 // Follow holds the room that the checks of workloads name, and gives up the rest. It decides nothing.
 //
@@ -265,12 +226,6 @@ func (c *Checks) Follow(v *View, now time.Time) {
 			c.drop(hold)
 		}
 	}
-}
-
-// returns reports whether a workload was told to come back from a cloud, and has quota there yet.
-func (c *Checks) returns(w *Workload, v *View) bool {
-	told := func(s CheckState) bool { return s.State == Retry && c.is(v, s.Name, cloudName) }
-	return w.Reserved && (w.Evicted || slices.ContainsFunc(w.Checks, told))
 }
 
 func (c *Checks) drop(hold string) {
@@ -382,6 +337,8 @@ func (c *Checks) onPrem(w *Workload, s *CheckState, v *View, now time.Time) *Ans
 		return nil
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
+	case c.returns(w, v):
+		return nil // its sets in a cloud come back, and the hold is for all of them
 	case s.State == Ready && h != nil && h.shape == want.shape && c.books.Lost(c.id(w)) == nil:
 		h.stranded = time.Time{}
 		return nil
@@ -543,19 +500,6 @@ func (c *Checks) refuse(w *Workload, want *wanted, group int, why string) *Answe
 	return a
 }
 
-// refused are the flavors that a workload was kept from. Told is true if there were some once, and
-// mine if the annotation with its flavors is the placer's or missing.
-func (c *Checks) refused(w *Workload) (flavors []string, told, mine bool) {
-	text, told := w.Annotations[c.domain+"/"+refusedName]
-	for name := range strings.SplitSeq(text, ",") {
-		if name != "" {
-			flavors = append(flavors, name)
-		}
-	}
-	_, limited := w.Annotations[allowedFlavors]
-	return flavors, told, told || !limited
-}
-
 // waiting has Kueue look again at a workload without quota once there is room for it in flavors that
 // it was kept from. That room is held for a while. Door also sets the condition Requeued, since Kueue looks
 // at that and not at annotations. A shape without room is looked at again once there is news.
@@ -592,7 +536,7 @@ func (c *Checks) waiting(w *Workload, v *View, now time.Time) *Answer {
 // hold holds room for a workload that has no quota for it yet.
 func (c *Checks) hold(w *Workload, want *wanted, now time.Time) (at [][]string, no *placer.Refusal) {
 	h := c.held[c.id(w)]
-	if no := c.full[want.shape]; no != nil && h == nil {
+	if no := c.full[want.shape]; no != nil && (h == nil || h.since.IsZero()) {
 		return nil, no
 	}
 	if at, no = c.find(w, want, false); no != nil {

@@ -24,6 +24,8 @@ const (
 	// does not know quotas, and a workload that comes back and finds none has been ended in vain.
 	noQuota    = "on-prem, there is room and no quota"
 	quotaAgain = 10 * time.Minute
+	// partQuota is the same for a workload of whose sets others are on-prem.
+	partQuota = "on-prem has no quota for all of its pods, and others of them are there"
 )
 
 // cloud answers whether on-prem is full, and brings back what may be moved.
@@ -41,7 +43,10 @@ func (c *Checks) cloud(w *Workload, s *CheckState, v *View, now time.Time) *Answ
 	case !want.asks:
 		return ready("it asks for nothing that the GPU agents offer")
 	case c.split(w, v):
-		return c.goes(w, "on-prem has no quota for all of its pods, and others of them are there")
+		if refused, _, _ := c.refused(w); len(refused) > 0 {
+			return c.goes(w, "on-prem has no room for all of its pods, and others of them are there")
+		}
+		return c.goes(w, partQuota)
 	case h != nil && h.by != w.UID:
 		return nil // its slice before, or its variant
 	case c.running(w):
@@ -88,9 +93,14 @@ func (c *Checks) goes(w *Workload, why string) *Answer {
 	return a
 }
 
-// outside is what a workload asks for, on nodes that neither its flavors nor other clouds have.
+// outside is what a workload asks for, on nodes that neither its flavors nor other clouds have. If it has sets on-prem
+// and others in a cloud, those on-prem stay where they are.
 func (c *Checks) outside(w *Workload, v *View) wanted {
+	split, here := c.split(w, v), c.byFlavors(w, v)
 	return c.want(w, v, func(s *Set) where {
+		if split && !v.far(s) {
+			return here(s)
+		}
 		of := v.labels(s)
 		return where{key: "cloud " + fmt.Sprint(of), holds: func(labels map[string]string) bool {
 			return (len(of) == 0 || !has(labels, of)) && !v.cloud(labels)
@@ -110,7 +120,7 @@ func (c *Checks) nowhere(w *Workload, s *CheckState, v *View, now time.Time) *An
 // it stays.
 func (c *Checks) comeBack(w *Workload, s *CheckState, why string, v *View, now time.Time) *Answer {
 	h := c.held[c.id(w)]
-	if c.mayReturn(w, s, now) != why || h != nil && h.by != w.UID || c.split(w, v) {
+	if c.mayReturn(w, s, now) != why || h != nil && h.by != w.UID || why == idle && c.split(w, v) {
 		if why == idle {
 			delete(c.arriving, w.UID)
 		}
@@ -147,7 +157,7 @@ func (c *Checks) mayReturn(w *Workload, s *CheckState, now time.Time) string {
 	if w.Admitted && w.Turned.After(since) {
 		since = w.Turned
 	}
-	if strings.HasPrefix(s.Message, noQuota) {
+	if strings.HasPrefix(s.Message, noQuota) || strings.HasPrefix(s.Message, partQuota) {
 		left = quotaAgain
 	}
 	if w.Bare || now.Sub(since) < left {

@@ -213,6 +213,60 @@ func TestSetsOnBothSites(t *testing.T) {
 	}
 }
 
+// TestSetsComeTogether: a workload on both sites that checkpoints begins again on-prem once all of it has room there.
+// That room is its own until it does. If it was quota that was missing, it is tried once in ten minutes.
+func TestSetsComeTogether(t *testing.T) {
+	for name, is := range map[string]struct {
+		refused string
+		stays   time.Duration
+		runs    bool // its pod on-prem
+	}{
+		"there was no quota":       {"", quotaAgain, true},
+		"there was no room":        {"another", stay, true},
+		"its pod is still to come": {"another", stay, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := newCluster(t, map[string][]int{"a": {79, 79}})
+			c.view.Flavors["there"].Cloud = true
+			other := c.job("other", "here", "room", [2]int{1, 50})
+			w := c.job("both", "here", "room", [2]int{1, 50}, [2]int{1, 50})
+			w.Sets[1].Flavors, w.Turned = []string{"there"}, start
+			w.Annotations = map[string]string{"example.com/gpu.refused-flavors": is.refused}
+			for i := range w.Sets {
+				w.Sets[i].Labels = map[string]string{"example.com/gpu.checkpoints": "true"}
+			}
+			w.Checks = append(w.Checks, CheckState{Name: "full", State: Pending, LastTransitionTime: metav1.NewTime(start)})
+			c.decide(0)
+			if is.runs {
+				c.pod(w, "a", 0, 50)
+			}
+			w.Admitted, other.Admitted = true, true
+			stays := func(at time.Duration) {
+				t.Helper()
+				if told := c.decide(at); told != nil {
+					t.Fatalf("told: %q", told)
+				}
+			}
+			stays(2 * quotaAgain) // there is no room
+			other.Over, other.Reserved = true, false
+			stays(is.stays - time.Second)
+			if told := c.decide(is.stays); !slices.Equal(told, []string{"both Retry"}) || w.Checks[2].State != Retry {
+				t.Fatalf("told: %q", told)
+			}
+			stays(is.stays + time.Second) // Kueue has not acted on it yet
+			if at, err := c.place("stranger", metav1.ObjectMeta{}, 50); err == nil {
+				t.Fatalf("a stranger has its room, on %s", at)
+			}
+			c.DeletePod("stranger")
+			c.quota(w, "", "")
+			c.decide(is.stays + 2*time.Second)
+			c.quota(w, "here", "room")
+			c.decide(is.stays + 3*time.Second)
+			c.want(w, Ready, "there is room: a × 2")
+		})
+	}
+}
+
 // TestWhoRunsNowhereGoesByAge: room on-prem is for the oldest workload that does not run, whether it waits without
 // quota or in a cloud that has no node for it.
 func TestWhoRunsNowhereGoesByAge(t *testing.T) {

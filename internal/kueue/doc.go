@@ -61,7 +61,8 @@
 //
 // Kueue chooses a flavor for each set of pods. If the quota on-prem is not enough for all sets of a
 // workload, some may be on-prem and others in a cloud. The first check then judges the sets on-prem
-// alone, the second one is Ready, and the workload stays as it is.
+// alone, and the second one is Ready. If all pods checkpoint, the workload begins again once there is
+// room on-prem for those in the cloud; otherwise it stays as it is.
 //
 // # Back from a cloud
 //

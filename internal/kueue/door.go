@@ -8,7 +8,6 @@ import (
 	"maps"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -171,19 +170,6 @@ func (d *Door) view() (v *View, ok bool) {
 	return v, d.listed[Workloads] && d.listed[ResourceFlavors] && d.listed[AdmissionChecks]
 }
 
-// count counts the checks that are answered here.
-func (c *Checks) count(v *View) map[string]int {
-	out := map[string]int{}
-	for _, w := range v.Workloads {
-		for _, s := range w.Checks {
-			if w.Reserved && !w.Over && (c.room(v, s.Name) || c.is(v, s.Name, cloudName)) {
-				out[s.State]++
-			}
-		}
-	}
-	return out
-}
-
 // Run decides, at news and every second, until ctx ends, whose error it returns.
 func (d *Door) Run(ctx context.Context) error {
 	tick := time.NewTicker(time.Second)
@@ -276,22 +262,6 @@ func (d *Door) tell(ctx context.Context, v *View, a Answer) (changed bool, err e
 		return false, err
 	}
 	return d.write(ctx, Workloads, o)
-}
-
-// annotations keep a workload from some flavors. Kueue does not try a workload again that looks like
-// one that it had no quota for, until quota is freed; workloads look alike if they have the same text
-// about flavors. So a workload that may have them all is told so in two ways
-// by turns: by their names, and by nothing.
-func (c *Checks) annotations(v *View, w *Workload, refused []string) map[string]*string {
-	text := strings.Join(refused, ",")
-	out := map[string]*string{c.domain + "/" + refusedName: &text, allowedFlavors: nil}
-	if _, limited := w.Annotations[allowedFlavors]; len(refused) > 0 || !limited {
-		kept := func(name string) bool { return slices.Contains(refused, name) }
-		others := slices.DeleteFunc(slices.Sorted(maps.Keys(v.Flavors)), kept)
-		allowed := strings.Join(others, ",")
-		out[allowedFlavors] = &allowed
-	}
-	return out
 }
 
 // write writes a status, and notes the object as it is then.

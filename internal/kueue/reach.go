@@ -185,16 +185,6 @@ func (c *Checks) byFlavors(w *Workload, v *View) func(*Set) where {
 	}
 }
 
-// split reports whether a workload has sets on-prem and others in a cloud: it has the checks of both.
-func (c *Checks) split(w *Workload, v *View) bool {
-	var here, there bool
-	for i := range w.Checks {
-		here = here || c.room(v, w.Checks[i].Name)
-		there = there || c.is(v, w.Checks[i].Name, cloudName)
-	}
-	return here && there
-}
-
 // far reports whether a set has a flavor of a cloud.
 func (v *View) far(s *Set) bool {
 	cloud := func(name string) bool { return v.Flavors[name] != nil && v.Flavors[name].Cloud }

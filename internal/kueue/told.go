@@ -64,17 +64,3 @@ func (c *Checks) updates(w *Workload, at [][]string) (out []Update) {
 	}
 	return out
 }
-
-// written are the nodes of each set's pods, by what updates has written.
-func (c *Checks) written(w *Workload, updates []Update) (at [][]string) {
-	for i := range w.Sets {
-		var of []string
-		for _, u := range updates {
-			if u.Name == w.Sets[i].Name {
-				of = uncount(u.Annotations[c.domain+"/"+nodesName])
-			}
-		}
-		at = append(at, of)
-	}
-	return at
-}

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,6 +21,7 @@ var (
 	long  = flag.Bool("long", false, "30 Jobs in each arm, which takes half an hour, and the table of docs/bursting.md")
 	seeds = flag.Int("seeds", 0, "30 Jobs of each of so many seeds, with checks, which takes five minutes each")
 	built = flag.Bool("built", false, "everything that the nodes need stands in the cache already")
+	waits = flag.Duration("patience", 0, "how long Jobs wait for room on-prem before the cloud is paid, with checks")
 	plots = flag.String("plots", "", "a `directory` for each arm's plot, and what kept on-prem idle")
 )
 
@@ -37,16 +39,18 @@ func TestBurst(t *testing.T) {
 		t.Skip("this machine lacks ", missing)
 	}
 	c := start(t)
-	runs := []run{{Checks.Name, Checks, Short()}}
+	checks := Checks
+	checks.Flags = append(slices.Clone(checks.Flags), "--patience", waits.String())
+	runs := []run{{checks.Name, checks, Short()}}
 	switch {
 	case *seeds > 0:
 		runs = nil
 		for _, load := range Full.Seeds(*seeds) {
-			runs = append(runs, run{fmt.Sprintf("seed-%d", load.Seed), Checks, load.Draw()})
+			runs = append(runs, run{fmt.Sprintf("seed-%d", load.Seed), checks, load.Draw()})
 		}
 	case *long:
 		runs = nil
-		for _, arm := range []Arm{Quota, Topology, Checks, Claims} {
+		for _, arm := range []Arm{Quota, Topology, checks, Claims} {
 			runs = append(runs, run{arm.Name, arm, Full.Draw()})
 		}
 	}
@@ -60,7 +64,7 @@ func TestBurst(t *testing.T) {
 			if err := c.Set(t.Context(), of.arm); err != nil {
 				t.Fatal(err)
 			}
-			r, err := c.Run(t.Context(), of.jobs, 6*time.Minute, nil)
+			r, err := c.Run(t.Context(), of.jobs, 6*time.Minute+*waits, nil)
 			if err != nil {
 				t.Fatal(err)
 			}

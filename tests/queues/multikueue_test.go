@@ -21,9 +21,9 @@ type worker struct {
 	*cluster
 }
 
-// startManager starts a cluster without nodes, whose queue sends jobs to workers, in this order. Kueue's
-// configuration beside that is of the key multiKueue.
-func startManager(t *testing.T, multiKueue string, workers ...worker) *cluster {
+// startManager starts a cluster without nodes, whose queue sends jobs to workers, in this order. frameworks are the
+// integrations that Kueue has on, and multiKueue is its configuration of that key.
+func startManager(t *testing.T, frameworks, multiKueue string, workers ...worker) *cluster {
 	t.Helper()
 	kit, err := lab.NewKit(nil)
 	if err != nil {
@@ -34,8 +34,15 @@ func startManager(t *testing.T, multiKueue string, workers ...worker) *cluster {
 	m.namespace(team)
 	m.namespace(sensitive)
 	m.install("components: [%[1]s/deployments/components/stays]\n")
+	if strings.Contains(frameworks, "ray.io") {
+		m.KubeRay(t)
+	}
+	if strings.Contains(frameworks, "jobset") {
+		m.JobSet(t)
+	}
 	// Its manager wants each integration that it has served by the workers, too.
-	m.Kueue(t, fmt.Appendf(nil, "integrations: {frameworks: [batch/job]}\nmultiKueue: {%s}\n", multiKueue), nil)
+	const configuration = "integrations: {frameworks: [%s]}\nmultiKueue: {%s}\nresources: {excludeResourcePrefixes: [cpu]}\n"
+	m.Kueue(t, fmt.Appendf(nil, configuration, frameworks, multiKueue), nil)
 	var names []string
 	put := func(path, kind string, o object) {
 		t.Helper()
@@ -146,7 +153,7 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 	// By their names the cloud would come first.
 	const incremental = "dispatcherName: kueue.x-k8s.io/multikueue-dispatcher-incremental, " +
 		"incrementalDispatcherConfig: {stepSize: 1}"
-	m := startManager(t, incremental, worker{"on-prem", home}, worker{"cloud", cloud})
+	m := startManager(t, "batch/job", incremental, worker{"on-prem", home}, worker{"cloud", cloud})
 	m.stays(sensitive, "on-prem", object{"example.com/gpu.stays-clusters": "on-prem"})
 
 	for _, name := range []string{"one", "two"} {
@@ -200,4 +207,42 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 	}
 	home.noneRefused()
 	cloud.noneRefused()
+}
+
+// What is no Job goes through MultiKueue, too: its check judges the workload, which comes to the worker first, and keeps
+// the room for the pods of the JobSet or RayJob that comes later.
+func TestMultiKueueOwners(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
+	}
+	for _, program := range []string{"kuberay", "jobset"} {
+		plane.Program(t, program)
+	}
+	home := startCluster(t, options{nodes: twoSites[:1], export: []string{"--cloud", "none", "--checks"}})
+	home.KubeRay(t)
+	home.JobSet(t)
+	m := startManager(t, "batch/job, jobset.x-k8s.io/jobset, ray.io/rayjob", "", worker{"on-prem", home})
+
+	set := m.jobSet("set", replicated("leader", 1, 0), replicated("workers", 2, 50))
+	home.awaitPods(set+workers, map[string]int{"on-prem": 2})
+	m.rayJob("ray", nil, 1, 40)
+	home.awaitMessage(t, "the largest free block of "+memory+" is 29, on gpu-1; it keeps its quota while it waits")
+	for i := range 2 {
+		home.end(fmt.Sprint("set-workers-", i))
+	}
+	home.end("set-leader-0")
+	home.awaitPods("ray.io/cluster="+home.clusterOf("ray")+shares, map[string]int{"on-prem": 1})
+	m.Await(t, "the JobSet is complete here, too", func() error {
+		var is struct {
+			Status struct{ TerminalState string }
+		}
+		if err := m.get(jobSets+"/set", &is); err != nil {
+			return err
+		}
+		if is.Status.TerminalState != "Completed" {
+			return fmt.Errorf("it says %q; %s", is.Status.TerminalState, m.allSay())
+		}
+		return nil
+	})
+	home.noneRefused()
 }

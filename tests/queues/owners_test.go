@@ -18,9 +18,11 @@ import (
 )
 
 const (
-	rayJobs     = "/apis/ray.io/v1/namespaces/" + team + "/rayjobs"
-	jobSets     = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/" + team + "/jobsets"
-	deployments = "/apis/apps/v1/namespaces/" + team + "/deployments"
+	rayJobs      = "/apis/ray.io/v1/namespaces/" + team + "/rayjobs"
+	rayClusters  = "/apis/ray.io/v1/namespaces/" + team + "/rayclusters"
+	jobSets      = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/" + team + "/jobsets"
+	deployments  = "/apis/apps/v1/namespaces/" + team + "/deployments"
+	statefulSets = "/apis/apps/v1/namespaces/" + team + "/statefulsets"
 )
 
 // queued are the labels of what goes through the team's queue.
@@ -39,7 +41,7 @@ func TestOwners(t *testing.T) {
 		nodes:  []node{{"gpu-1", "on-prem", shared}, {"gpu-2", "on-prem", shared}, {"cloud-1", "cloud", shared}},
 		export: []string{"--cloud", "cloud=316GiB", "--checks"}, others: []string{"lender"},
 	})
-	c.Controllers(t, "deployment-controller,replicaset-controller,garbage-collector-controller")
+	c.Controllers(t, "deployment-controller,replicaset-controller,statefulset-controller,garbage-collector-controller")
 	c.KubeRay(t)
 	c.JobSet(t)
 	for _, story := range []struct {
@@ -47,8 +49,10 @@ func TestOwners(t *testing.T) {
 		tell func(t *testing.T)
 	}{
 		{"a RayJob", c.ray},
+		{"a RayCluster", c.rayCluster},
 		{"a JobSet", c.set},
 		{"a Deployment", c.deployment},
+		{"a StatefulSet", c.stateful},
 		{"a pod of its own", c.alone},
 		{"a group of pods", c.group},
 		{"an elastic job in the cloud", c.growsFar},
@@ -126,26 +130,38 @@ func (c *cluster) awaitNoNode(selector string, n int) {
 	})
 }
 
+// raySpec is a Ray cluster with a head, and so many workers that ask for so many units each.
+func raySpec(labels object, workers, units int) object {
+	template := func(units int) object {
+		return object{"metadata": object{"labels": labels}, "spec": podOf(units)}
+	}
+	head := object{"rayStartParams": object{}, "template": template(0)}
+	group := object{"rayStartParams": object{}, "template": template(units), "groupName": "shares",
+		"replicas": workers, "minReplicas": workers, "maxReplicas": workers}
+	return object{"rayVersion": "2.46.0", "headGroupSpec": head, "workerGroupSpecs": []object{group}}
+}
+
+// rayJob makes a RayJob with a cluster of its own.
+func (c *cluster) rayJob(name string, labels object, workers, units int) {
+	c.t.Helper()
+	submitter := object{"metadata": object{"labels": labels}, "spec": podOf(0)}
+	submitter["spec"].(object)["restartPolicy"] = "Never"
+	c.post(rayJobs, object{
+		"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": object{"name": name, "labels": queued},
+		"spec": object{"suspend": true, "shutdownAfterJobFinishes": true, "entrypoint": "true",
+			"submitterPodTemplate": submitter, "rayClusterSpec": raySpec(labels, workers, units)}})
+}
+
+// shares selects the workers of a Ray cluster.
+const shares = ",ray.io/group=shares"
+
 // ray: a RayJob is on-prem or in the cloud with all of its workers. Its head has begun before its workers have nodes,
 // so it comes back by the label that all its pods checkpoint.
 func (c *cluster) ray(*testing.T) {
 	post := func(name string, labels object) (selector string) {
-		template := func(units int) object {
-			return object{"metadata": object{"labels": labels}, "spec": podOf(units)}
-		}
-		head := object{"rayStartParams": object{}, "template": template(0)}
-		workers := object{"rayStartParams": object{}, "template": template(50), "groupName": "shares",
-			"replicas": 2, "minReplicas": 2, "maxReplicas": 2}
-		submitter := template(0)
-		submitter["spec"].(object)["restartPolicy"] = "Never"
-		cluster := object{"rayVersion": "2.46.0", "headGroupSpec": head, "workerGroupSpecs": []object{workers}}
-		c.post(rayJobs, object{
-			"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": object{"name": name, "labels": queued},
-			"spec": object{"suspend": true, "shutdownAfterJobFinishes": true, "entrypoint": "true",
-				"submitterPodTemplate": submitter, "rayClusterSpec": cluster}})
+		c.rayJob(name, labels, 2, 50)
 		return "ray.io/cluster=" + c.clusterOf(name)
 	}
-	const shares = ",ray.io/group=shares"
 	end := c.occupy(3, 0)
 	far := post("far", nil)
 	c.awaitPods(far+shares, map[string]int{"cloud": 2})
@@ -166,6 +182,29 @@ func (c *cluster) ray(*testing.T) {
 	c.awaitPods(far+shares, map[string]int{"cloud": 2})
 	c.drop(rayJobs+"/far", far)
 	c.drop(rayJobs+"/moves", moves)
+}
+
+// rayCluster: so is a RayCluster, which keeps its name when it comes back.
+func (c *cluster) rayCluster(*testing.T) {
+	post := func(name string, labels object) (selector string) {
+		spec := raySpec(labels, 2, 50)
+		spec["suspend"] = true
+		c.post(rayClusters, object{"apiVersion": "ray.io/v1", "kind": "RayCluster",
+			"metadata": object{"name": name, "labels": queued}, "spec": spec})
+		return "ray.io/cluster=" + name
+	}
+	end := c.occupy(3, 0)
+	far := post("far", nil)
+	c.awaitPods(far+shares, map[string]int{"cloud": 2})
+	moves := post("moves", object{"example.com/gpu.checkpoints": "true"})
+	c.awaitNoNode(moves+shares, 2)
+	end(0)
+	c.awaitPods(moves+shares, map[string]int{"on-prem": 2})
+	end(1)
+	end(2)
+	c.awaitPods(far+shares, map[string]int{"cloud": 2})
+	c.drop(rayClusters+"/far", far)
+	c.drop(rayClusters+"/moves", moves)
 }
 
 // set: so is a JobSet, and one that waits for the cloud comes back as a whole.
@@ -239,6 +278,32 @@ func (c *cluster) deployment(*testing.T) {
 	c.drop(deployments+"/serves", serves)
 	c.drop(deployments+"/more", more)
 	end(1)
+}
+
+// stateful: a StatefulSet's pods are on-prem together, or in the cloud. If they wait for the cloud, they are made anew
+// on-prem once all of them have room there.
+func (c *cluster) stateful(*testing.T) {
+	post := func(name string) (selector string) {
+		labels := object{"app": name}
+		template := object{"metadata": object{"labels": labels}, "spec": podOf(50)}
+		c.post(statefulSets, object{
+			"metadata": object{"name": name, "labels": queued},
+			"spec": object{"replicas": 2, "serviceName": name, "podManagementPolicy": "Parallel",
+				"selector": object{"matchLabels": labels}, "template": template}})
+		return "app=" + name
+	}
+	end := c.occupy(3, 0)
+	far := post("far")
+	c.awaitPods(far, map[string]int{"cloud": 2})
+	waits := post("waits")
+	c.awaitNoNode(waits, 2)
+	end(0)
+	c.awaitPods(waits, map[string]int{"on-prem": 2})
+	c.awaitPods(far, map[string]int{"cloud": 2})
+	c.drop(statefulSets+"/far", far)
+	c.drop(statefulSets+"/waits", waits)
+	end(1)
+	end(2)
 }
 
 // ownPod makes a pod that comes to the queue by itself.

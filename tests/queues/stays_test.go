@@ -132,7 +132,7 @@ func (c *cluster) queueBeginsWithCloud(t *testing.T) {
 
 // multiKueue has a cluster send jobs to c, which it knows by the name cloud.
 func (c *cluster) multiKueue(t *testing.T) {
-	m := startManager(t, "", worker{"cloud", c})
+	m := startManager(t, "batch/job", "", worker{"cloud", c})
 	m.stays(sensitive, "on-prem", nil)
 	m.sendTo(sensitive, "secret", 20)
 	m.Await(t, "the sensitive job has quota, and waits for a cluster", func() error {

@@ -447,3 +447,36 @@ func TestCloudThatStartsAtZero(t *testing.T) {
 	c.awaitAt("second", "cloud", 1)
 	c.noneRefused()
 }
+
+// TestSpotNodesAreTaken: the cloud's nodes go away while a job runs there, first without notice and then with the taint
+// of a notice. It begins again on the next node of the cloud, and on-prem if that has room.
+func TestSpotNodesAreTaken(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
+	}
+	c := startCluster(t, options{nodes: twoSites, export: []string{"--cloud", "cloud=158GiB", "--checks"}})
+	// Eviction needs an index of the cache of pods that the controller of DaemonSets makes (1.36).
+	c.Controllers(t, "taint-eviction-controller,pod-garbage-collector-controller,daemonset-controller")
+	const pods = "batch.kubernetes.io/job-name=goes"
+	for i := range 2 {
+		c.send(job{name: fmt.Sprint("fills-", i), asks: map[string]int{memory: 60}})
+		c.awaitAt(fmt.Sprint("fills-", i), "on-prem", 1)
+	}
+	c.send(job{name: "goes", asks: map[string]int{memory: 60}})
+	c.awaitAt("goes", "cloud", 1)
+	if err := c.Do(t, nil, http.MethodDelete, "/api/v1/nodes/cloud-1", plane.JSON, object{}, nil); err != nil {
+		t.Fatal(err)
+	}
+	c.awaitNoNode(pods, 1)
+	c.startNode(node{"cloud-2", "cloud", shared})
+	c.awaitAt("goes", "cloud", 1)
+	before := c.podsOf(pods)
+	c.end("fills-0")
+	c.send(job{name: "small", asks: map[string]int{memory: 10}})
+	c.awaitAt("small", "on-prem", 1) // the placer knows that there is room
+	c.still(t, before)
+	taint := object{"key": "cloud.example.com/interrupted", "effect": "NoExecute"}
+	c.patch("/api/v1/nodes/cloud-2", object{"spec": object{"taints": []object{taint}}})
+	c.awaitAt("goes", "on-prem", 1)
+	c.noneRefused()
+}
