@@ -96,6 +96,9 @@ type Options struct {
 	// Align selects the devices whose NUMA node the agent tells the kubelet (--numa-hints). Empty
 	// means deviceplugin.AlignNone.
 	Align deviceplugin.Alignment
+	// MPS is true if a supervisor keeps MPS daemons for this agent. Without one, a partition with compute
+	// mps is refused.
+	MPS bool
 	// NeverReset is true if the agent must not reset GPUs.
 	NeverReset bool
 	// OpenCaps is true if containers may run without a memory cap where the in-process cap cannot

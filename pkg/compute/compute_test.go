@@ -48,6 +48,17 @@ func TestSharesOfEqualParts(t *testing.T) {
 	}
 }
 
+func TestNormal(t *testing.T) {
+	for _, s := range []Sharing{{MPS: true}, {MPS: true, Factor: 1}, {MPS: true, Max: 100}, {MPS: true, Factor: 1, Max: 100}} {
+		if s.Normal() != (Sharing{MPS: true}) {
+			t.Errorf("%+v is %+v", s, s.Normal())
+		}
+	}
+	if s := (Sharing{MPS: true, Factor: 2, Max: 80}); s.Normal() != s {
+		t.Errorf("%+v is %+v", s, s.Normal())
+	}
+}
+
 func TestVerify(t *testing.T) {
 	share := Share{Ceiling: 26}
 	client := Process{PID: 7, Client: true, SMs: 34}

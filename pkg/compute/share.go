@@ -41,6 +41,21 @@ func (s Sharing) Check() error {
 	return nil
 }
 
+// Normal returns the same Sharing with its defaults written as 0. Two that mean the same are then equal.
+func (s Sharing) Normal() Sharing {
+	if s.Factor == 1 {
+		s.Factor = 0
+	}
+	if s.Max == 100 {
+		s.Max = 0
+	}
+	return s
+}
+
+// Largest returns the largest share that a GPU lets a container have. parts is how many equal parts the GPU
+// has, of which a container has one; 0 if a container may have any part of it.
+func (s Sharing) Largest(parts int) Share { return s.Share(1 / float64(max(1, parts))) }
+
 // Share returns the share of a container with a part of the GPU's memory, from 0 to 1. It is the
 // zero Share if containers take turns, or if the part is not known (0).
 func (s Sharing) Share(part float64) Share {
