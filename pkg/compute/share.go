@@ -74,6 +74,22 @@ func (s Sharing) Share(part float64) Share {
 	return Share{Ceiling: min(most, max(1, int(math.Ceil(exact-1e-6))))}
 }
 
+// Infer returns how a GPU must be shared so that its holders keep their shares, of which most is the largest.
+// wish is how the GPU is wanted, and parts as in Largest. It counts if it lets a container have as much.
+func Infer(most Share, parts int, wish Sharing) Sharing {
+	if most.Ceiling == 0 {
+		return Sharing{}
+	}
+	if wish.MPS && most.Ceiling <= wish.Largest(parts).Ceiling {
+		return wish
+	}
+	s := Sharing{MPS: true}
+	if most.Ceiling > s.Largest(parts).Ceiling {
+		s.Factor = min(MostFactor, float64(most.Ceiling)*float64(parts)/100)
+	}
+	return s
+}
+
 // String is "time slices", or "mps" with what differs from the defaults: "mps, factor 2, max 80 %".
 func (s Sharing) String() string {
 	if !s.MPS {
