@@ -56,18 +56,26 @@ func (s Sharing) Normal() Sharing {
 // has, of which a container has one; 0 if a container may have any part of it.
 func (s Sharing) Largest(parts int) Share { return s.Share(1 / float64(max(1, parts))) }
 
+// Highest returns the highest ceiling that a container may have, in percent; 0 if containers take turns.
+func (s Sharing) Highest() int {
+	switch {
+	case !s.MPS:
+		return 0
+	case s.Max == 0:
+		return 100
+	}
+	return s.Max
+}
+
 // Share returns the share of a container with a part of the GPU's memory, from 0 to 1. It is the
 // zero Share if containers take turns, or if the part is not known (0).
 func (s Sharing) Share(part float64) Share {
 	if !s.MPS || !(part > 0) {
 		return Share{}
 	}
-	factor, most := s.Factor, s.Max
+	factor, most := s.Factor, s.Highest()
 	if factor == 0 {
 		factor = 1
-	}
-	if most == 0 {
-		most = 100
 	}
 	// Parts such as 20/80 are not exact, so that a quarter could be rounded up to 26 percent.
 	exact := factor * 100 * min(part, 1)

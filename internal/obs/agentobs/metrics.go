@@ -38,8 +38,8 @@ type Metrics struct {
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
 // refusalReasons are the reasons of refusals after which the kubelet does not ask again.
-var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.NoRoom,
-	status.BadRequest}
+var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.MPSOneGPU,
+	status.NoRoom, status.BadRequest}
 
 // NewMetrics returns metrics with all counters at 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
