@@ -230,7 +230,7 @@ func TestDeviceClassesChooseTheirDevices(t *testing.T) {
 		return names
 	}
 	const anyInstance = "mig.example.com"
-	had, ways := map[string]bool{}, 4
+	had, ways := map[string]bool{}, 6
 	if testing.Short() {
 		ways = 1 // the first GPU is divided, and one of the others is what else there is
 	}

@@ -17,6 +17,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -26,7 +27,8 @@ import (
 )
 
 // publishedOf publishes a recorded node, whose GPUs are offered by turns as MIG instances
-// on demand, in units of memory, in replicas and whole; first says how the first one is.
+// on demand, in units of memory, in replicas and whole; first says how the first one is. From 4
+// on there are also units and replicas with shares of the SMs.
 func publishedOf(t *testing.T, file string, first int) *dra.Published {
 	t.Helper()
 	inv, err := config.ReadInventory(read(t, file))
@@ -40,6 +42,10 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 			}
 			return []resource.DeviceTaint{{Key: "example.com/unhealthy", Value: "XidFatal", Effect: agentkube.NoExecute}, {Key: "example.com/withdrawn", Effect: agentkube.NoSchedule}}
 		}}
+	ways := 4
+	if first >= ways {
+		ways = 6
+	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
 		card, err := mig.NewCard(&d.MIG)
@@ -52,7 +58,9 @@ func publishedOf(t *testing.T, file string, first int) *dra.Published {
 			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: int(d.Usable() / 1024), Unit: 1024}},
 			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: 4}},
 			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindWhole, N: 1}},
-		}[(first+i)%4]
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: int(d.Usable() / 1024), Unit: 1024}, Compute: compute.Sharing{MPS: true}},
+			{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: 4}, Compute: compute.Sharing{MPS: true, Factor: 2, Max: 80}},
+		}[(first+i)%ways]
 	}
 	return dra.Build(in)
 }
@@ -77,7 +85,7 @@ func recorded(t *testing.T) []string {
 // them as they were sent.
 func slicesAtTheAPIServer(t *testing.T, s *apiServer) {
 	for _, file := range recorded(t) {
-		for _, slice := range slicesOf(t, file) {
+		for _, slice := range slices.Concat(slicesOf(t, file), publishedOf(t, file, 4).Slices) {
 			slice.APIVersion, slice.Kind, slice.Spec.Pool.Generation = "resource.k8s.io/v1", "ResourceSlice", 1
 			var back resource.ResourceSlice
 			if err := s.do(t, nil, http.MethodPost, "/apis/resource.k8s.io/v1/resourceslices?dryRun=All&fieldValidation=Strict", asJSON,

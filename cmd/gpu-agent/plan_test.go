@@ -85,6 +85,7 @@ func TestPlan(t *testing.T) {
 		{"default.json", cut, "default", "json", true},
 		{"whole.txt", cut, "whole", "text", true},
 		{"shared.txt", cut, "shared", "text", true},
+		{"mps.txt", plain, "mps", "text", false},
 		{"on-demand.txt", cut, "on-demand", "text", false},
 		{"on-demand.json", cut, "on-demand", "json", false},
 		{"empty.txt", cut, "empty", "text", true},

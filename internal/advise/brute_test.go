@@ -91,7 +91,7 @@ func (m model) want(u gpu.UUID) config.Want {
 	case "whole":
 		w.Mode = config.Whole
 	case "shared":
-		w.Mode, w.TimeSlice, w.Compute = config.Shared, gpu.TimeSliceDefault, config.ComputeTimeSlice
+		w.Mode, w.TimeSlice = config.Shared, gpu.TimeSliceDefault
 	case "demand":
 		w.Mode, w.OnDemand = config.MIG, true
 	default:

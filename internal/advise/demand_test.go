@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -127,13 +128,13 @@ func TestPresent(t *testing.T) {
 	inv := smalls(1).Inventory
 	for text, want := range map[string]string{
 		"":                   "",
-		"whole":              "{GPU-0 whole device-plugin 0   false [] [] false 0}",
-		"off":                "{GPU-0 off  0   false [] [] false 0}",
+		"whole":              "{GPU-0 whole device-plugin 0  time slices false [] [] false 0}",
+		"off":                "{GPU-0 off  0  time slices false [] [] false 0}",
 		"unset":              "",
-		"1g.6gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0   false [{1g.6gb 1} {2g.12gb 1}] [] false 0}",
-		"1g.6gb@0 1g.6gb@1 1g.6gb@2 1g.6gb@3 2g.12gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0   true [] [1g.6gb 2g.12gb] false 0}",
+		"1g.6gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices false [{1g.6gb 1} {2g.12gb 1}] [] false 0}",
+		"1g.6gb@0 1g.6gb@1 1g.6gb@2 1g.6gb@3 2g.12gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices true [] [1g.6gb 2g.12gb] false 0}",
 		"9g.90gb@0": "",
-		"dynamic":   "{GPU-0 dynamic dra 0   true [] [] false 0}",
+		"dynamic":   "{GPU-0 dynamic dra 0  time slices true [] [] false 0}",
 		"shared":    "", // without a grant in the journal: replicas or memory, it does not say
 	} {
 		j := Journal{layouts: map[gpu.UUID]string{"GPU-0": text}}
@@ -297,11 +298,42 @@ func TestSearchLimits(t *testing.T) {
 	}
 }
 
+// Advice keeps how the present partition shares the SMs of GPUs that stay, or become, shared by memory.
+func TestAdviceKeepsMPS(t *testing.T) {
+	node := smalls(2)
+	d := &Demand{Begin: at(0), End: at(10)}
+	for i := range 6 {
+		d.Requests = append(d.Requests, Request{fmt.Sprint(i), time.Minute, ToTheEnd, []Ask{{Kind: piece.KindUnits, Count: 1}}})
+	}
+	mps := compute.Sharing{MPS: true, Max: 50}
+	present := []config.Want{models()[1].want("GPU-0"), {GPU: "GPU-1", Mode: config.Whole, API: ledger.DevicePlugin}}
+	present[0].Compute = mps
+	a, err := Search(node, present, d, Rules{}, Limits{Tries: 50})
+	if err != nil {
+		t.Fatal(err)
+	}
+	shared := 0
+	for i := range a.Tried {
+		for _, w := range a.Tried[i].Wants {
+			if w.Mode == config.Shared {
+				shared++
+			}
+			if (w.Mode == config.Shared) != (w.Compute == mps) {
+				t.Errorf("%s: %+v", a.Tried[i].Name, w)
+			}
+		}
+	}
+	if shared < 3 {
+		t.Errorf("only %d GPUs of what was tried are shared", shared)
+	}
+}
+
 // TestFile writes every kind of entry, and reads it again.
 func TestFile(t *testing.T) {
-	node := smalls(5)
+	node := smalls(6)
 	wants := []config.Want{models()[0].want("GPU-0"), models()[1].want("GPU-1"), {GPU: "GPU-2", Mode: config.MIG, API: ledger.DevicePlugin, Geometry: []mig.Count{{Profile: profile("2g.12gb"), N: 2}}}, {GPU: "GPU-3", Mode: config.Off},
-		{GPU: "GPU-4", Mode: config.MIG, API: ledger.DRA, OnDemand: true, Profiles: []mig.Name{profile("1g.6gb"), profile("4g.24gb")}}}
+		{GPU: "GPU-4", Mode: config.MIG, API: ledger.DRA, OnDemand: true, Profiles: []mig.Name{profile("1g.6gb"), profile("4g.24gb")}}, models()[1].want("GPU-5")}
+	wants[5].Compute = compute.Sharing{MPS: true, Factor: 2}
 	wants[1].Replicas, wants[1].TimeSlice = 3, gpu.TimeSliceLong
 	text, err := File("it", &Alternative{Wants: wants}, nil, node)
 	if err != nil {
@@ -325,6 +357,9 @@ partitions:
       mode: mig
       api: dra
       profiles: [1g.6gb, 4g.24gb]
+    - devices: [5]
+      mode: shared
+      compute: {mps: {factor: 2}}
 `
 	if diff := cmp.Diff(want, text); diff != "" {
 		t.Errorf("-want +got:\n%s", diff)

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -75,6 +76,9 @@ func entry(devices string, w *config.Want) string {
 	}
 	if w.TimeSlice != "" && w.TimeSlice != gpu.TimeSliceDefault {
 		line("timeSlice", string(w.TimeSlice))
+	}
+	if w.Compute != (compute.Sharing{}) {
+		line("compute", config.ComputeText(w.Compute))
 	}
 	words := func(of []string) string { return strings.Join(of, ", ") }
 	switch {

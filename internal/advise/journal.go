@@ -361,7 +361,7 @@ func (j *Journal) layoutOf(d *gpu.Device) (w config.Want, ok bool) {
 	case config.Dynamic:
 		return config.Want{Mode: config.Dynamic, API: ledger.DRA, OnDemand: true}, true
 	case config.Shared:
-		w = config.Want{Mode: config.Shared, TimeSlice: gpu.TimeSliceDefault, Compute: config.ComputeTimeSlice}
+		w = config.Want{Mode: config.Shared, TimeSlice: gpu.TimeSliceDefault}
 		var last time.Time
 		for _, g := range j.grants {
 			for i := range g.pieces {

@@ -124,7 +124,7 @@ func (n *node) become(resource string) bool {
 	to := config.Want{API: ledger.DevicePlugin}
 	switch to.Mode = config.Mode(kind.Mode()); to.Mode {
 	case config.Shared:
-		to.TimeSlice, to.Compute = gpu.TimeSliceDefault, config.ComputeTimeSlice
+		to.TimeSlice = gpu.TimeSliceDefault
 	case config.MIG:
 		to.OnDemand = true
 	case config.Whole, config.Keep, config.Off, config.Dynamic: // nothing to choose

@@ -10,6 +10,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -74,7 +75,7 @@ type Limits struct {
 // present partition or any other.
 func Search(on Node, present []config.Want, d *Demand, rules Rules, limits Limits) (*Advice, error) {
 	s := &search{node: on, demand: d, rules: rules, left: limits.Tries, seen: map[string]bool{}}
-	if err := s.list(); err != nil {
+	if err := s.list(present); err != nil {
 		return nil, err
 	}
 	if present != nil {
@@ -131,8 +132,9 @@ const (
 	onDemand = "mig on demand"
 )
 
-// list finds out the options of each GPU.
-func (s *search) list() error {
+// list finds out the options of each GPU. A GPU that is shared keeps how present shares the SMs of GPUs like
+// it, since advice is about memory alone.
+func (s *search) list(present []config.Want) error {
 	gpus := s.node.Inventory.GPUs
 	if len(gpus) == 0 {
 		return fmt.Errorf("there are no GPUs")
@@ -143,9 +145,26 @@ func (s *search) list() error {
 			s.group, s.options = append(s.group, like), append(s.options, s.options[like])
 			continue
 		}
-		s.group, s.options = append(s.group, i), append(s.options, s.optionsOf(&gpus[i]))
+		options := s.optionsOf(&gpus[i])
+		for o := range options {
+			if of := &options[o].Want; of.Mode == config.Shared {
+				of.Compute = sharingOf(gpus, &gpus[i], present)
+			}
+		}
+		s.group, s.options = append(s.group, i), append(s.options, options)
 	}
 	return nil
+}
+
+// sharingOf returns how present shares the SMs of the first GPU like d that has other than time slices.
+func sharingOf(gpus []gpu.Device, d *gpu.Device, present []config.Want) (of compute.Sharing) {
+	for i := range gpus {
+		w := slices.IndexFunc(present, func(w config.Want) bool { return w.GPU == gpus[i].UUID })
+		if w >= 0 && present[w].Compute.MPS && alike(&gpus[i], d) {
+			return present[w].Compute
+		}
+	}
+	return of
 }
 
 // alike reports whether two GPUs can have the same layouts.
@@ -172,7 +191,7 @@ func (s *search) optionsOf(d *gpu.Device) []option {
 		{whole, config.Want{Mode: config.Whole, API: ledger.DevicePlugin}},
 		{shared, config.Want{
 			Mode: config.Shared, API: ledger.DevicePlugin,
-			TimeSlice: gpu.TimeSliceDefault, Compute: config.ComputeTimeSlice,
+			TimeSlice: gpu.TimeSliceDefault,
 		}},
 	}
 	if !d.MIG.Capable || len(d.MIG.Profiles) == 0 {
@@ -276,8 +295,8 @@ func (s *search) key(wants []config.Want) string {
 	words := make([]string, len(wants))
 	for i := range wants {
 		w := wants[i]
-		words[i] = fmt.Sprintf("%d %s %s %d %s %t %v %v",
-			s.group[i], w.Mode, w.API, w.Replicas, w.TimeSlice, w.OnDemand, w.Geometry, w.Profiles)
+		words[i] = fmt.Sprintf("%d %s %s %d %s %v %t %v %v",
+			s.group[i], w.Mode, w.API, w.Replicas, w.TimeSlice, w.Compute, w.OnDemand, w.Geometry, w.Profiles)
 	}
 	if !s.ordered {
 		slices.Sort(words)

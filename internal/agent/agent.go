@@ -96,6 +96,9 @@ type Options struct {
 	// Align selects the devices whose NUMA node the agent tells the kubelet (--numa-hints). Empty
 	// means deviceplugin.AlignNone.
 	Align deviceplugin.Alignment
+	// MPS is true if a supervisor keeps MPS daemons for this agent. Without one, a partition with compute
+	// mps is refused.
+	MPS bool
 	// NeverReset is true if the agent must not reset GPUs.
 	NeverReset bool
 	// OpenCaps is true if containers may run without a memory cap where the in-process cap cannot
@@ -180,7 +183,11 @@ func New(o Options, w Worlds) *Agent {
 	l.mail.told, l.reporter = announcer.setNode, reporter
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
-		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse}
+		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse,
+		containers: func() []status.Container { return nil }}
+	if w.Containers != nil {
+		shown.containers = w.Containers
+	}
 	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := l.mail.latest()
 		return shown.gpuNode(in.holdersIn(o.HoldersIn))

@@ -186,6 +186,7 @@ func TestBadNodes(t *testing.T) {
 		"an unknown api":                  {file("version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, api: csi}\n"), "invalid", status.PartitionsInvalid, "p.yaml:4", false},
 		"an api where nothing is offered": {file(throughDRA("mode: off")), "invalid", status.PartitionsInvalid, "p.yaml:4", false},
 		"splits":                          {file(throughDRA("mode: mig, geometry: {1c.3g.40gb: 2}")), "invalid", status.PartitionUnfit, "cannot offer parts of a GPU instance", false},
+		"MPS without its daemons":         {file(throughDRA("mode: shared, compute: mps")), "invalid", status.PartitionUnfit, "no supervisor keeps MPS daemons on this node", false},
 		"a name through both": {file("version: v1\npartitions:\n  default:\n    - {devices: [0], mode: whole, api: dra}\n    - {devices: [1], mode: whole}\n"), "invalid", status.PartitionUnfit,
 			"gpu would be offered through", false},
 		"an API server below 1.36.2":   {server(fmt.Errorf("%w: it is Kubernetes v1.36.1, and 1.36.2 is needed", agentkube.ErrUnfit)), "failed", status.APIServerUnfit, "1.36.2 is needed", true},

@@ -401,7 +401,9 @@ func describeWant(w *config.Want) (text string) {
 	case w.Mode == config.Keep:
 		return "as it is"
 	case w.Mode != config.MIG:
-		text = string(w.Mode)
+		if text = string(w.Mode); w.Compute.MPS {
+			text += ", " + w.Compute.String()
+		}
 	case w.OnDemand:
 		text = "mig, on demand"
 	default:

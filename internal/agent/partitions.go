@@ -177,6 +177,9 @@ func newPartitions(o *Options, w *Worlds) *partitions {
 	if w.DRA == nil {
 		p.on.NoDRA = "the agent runs without an API server (--node-name)"
 	}
+	if !o.MPS {
+		p.on.NoMPS = "no supervisor keeps MPS daemons on this node; timeslice works"
+	}
 	return p
 }
 

@@ -3,8 +3,11 @@
 package config
 
 import (
+	"fmt"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
@@ -37,6 +40,28 @@ func throughDRA(w *Want, on *Node) string {
 	return "api dra cannot offer parts of a GPU instance (" + join(splits) +
 		"), since a ResourceSlice has no counters for them: name GPU instances, or use api device-plugin"
 }
+
+// throughMPS returns why a GPU cannot be shared through MPS as wanted. It is empty if it can, or if it is
+// not to be.
+func throughMPS(w *Want, d *gpu.Device, on *Node) string {
+	switch {
+	case !w.Compute.MPS:
+		return ""
+	case on.NoMPS != "":
+		return "compute mps is not available: " + on.NoMPS
+	case d.ComputeCapability == "":
+		return "" // a faulty GPU must not stop the others from being configured
+	}
+	if major, err := strconv.Atoi(strings.Split(d.ComputeCapability, ".")[0]); err == nil && major < leastForMPS {
+		return fmt.Sprintf("compute mps needs a GPU of compute capability %d.0 or later, and this one has %s: "+
+			"before, MPS limits no process to a part of the SMs; timeslice works", leastForMPS, d.ComputeCapability)
+	}
+	return ""
+}
+
+// leastForMPS is the major compute capability from which on MPS limits a client's SMs: Volta's (NVIDIA's
+// documentation of MPS, "Volta MPS Execution Resource Provisioning").
+const leastForMPS = 7
 
 // offers maps each front-end to the resource names that a partition offers through it, and to
 // the indexes of their GPUs. The zero value is empty.

@@ -10,6 +10,7 @@ import (
 	"strconv"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 )
@@ -30,16 +31,6 @@ const (
 	Off     Mode = "off"
 )
 
-// Compute is how processes share a GPU's compute units. It is empty if the mode is not Shared.
-type Compute string
-
-// Ways of sharing compute: one process after another, or several at a time
-// through NVIDIA's Multi-Process Service.
-const (
-	ComputeTimeSlice Compute = "timeslice"
-	ComputeMPS       Compute = "mps"
-)
-
 // Want is the wanted layout of one GPU.
 type Want struct {
 	GPU  gpu.UUID
@@ -48,9 +39,11 @@ type Want struct {
 	API ledger.FrontEnd
 	// Replicas is how many equal shares a Shared GPU has; 0 means units of memory.
 	Replicas int
-	// TimeSlice and Compute are empty if the mode is not Shared.
+	// TimeSlice is empty if the mode is not Shared, and the default under MPS.
 	TimeSlice gpu.TimeSlice
-	Compute   Compute
+	// Compute is how the containers of a Shared GPU share its SMs. It is zero if they take turns, and
+	// if the mode is not Shared.
+	Compute compute.Sharing
 	// OnDemand is true if the instances of a MIG or Dynamic GPU are made for requests.
 	// Otherwise exactly those of Geometry exist, which may be none.
 	OnDemand bool
@@ -105,13 +98,10 @@ type partition struct {
 type entry struct {
 	line    int
 	devices selector
-	// want has no API if the entry names none. apiLine is the line of the API.
-	want    Want
-	apiLine int
-	// unsupported is why this version does not support the entry, at unsupportedLine; empty if
-	// it does.
-	unsupported     string
-	unsupportedLine int
+	// want has no API if the entry names none. apiLine and computeLine are the lines of the API and
+	// of compute.
+	want                 Want
+	apiLine, computeLine int
 }
 
 // selector selects GPUs. One of all, model, indices and uuids is set. filter, if it is not
@@ -158,6 +148,8 @@ type Node struct {
 	API ledger.FrontEnd
 	// NoDRA is why nothing can be offered through DRA; empty if it can.
 	NoDRA string
+	// NoMPS is why no GPU can be shared through MPS; empty if GPUs can.
+	NoMPS string
 }
 
 // Desire returns the wanted layout of the GPUs of inv under the named partition. It depends
@@ -195,7 +187,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 		case match >= 0:
 			e := &p.entries[match]
 			w = e.want
-			cannot.add(e.unsupportedLine, e.unsupported, dev.Index)
+			cannot.add(e.computeLine, throughMPS(&w, dev, &on), dev.Index)
 			reason := ""
 			w.Unproven, reason = prove(&w, dev)
 			cannot.add(e.line, reason, dev.Index)

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 
@@ -56,10 +57,10 @@ func TestDesire(t *testing.T) {
 		want []Want
 	}{
 		{"units of memory", head + "    - {devices: all, mode: shared}\n", node(h100, a30), []Want{
-			{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4},
-			{GPU: "GPU-1", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 4}}},
+			{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Line: 4},
+			{GPU: "GPU-1", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Line: 4}}},
 		{"replicas", head + "    - {devices: [0], mode: shared, replicas: 4, timeSlice: long}\n", node(h100), []Want{
-			{GPU: "GPU-0", Mode: Shared, Replicas: 4, TimeSlice: gpu.TimeSliceLong, Compute: ComputeTimeSlice, Line: 4}}},
+			{GPU: "GPU-0", Mode: Shared, Replicas: 4, TimeSlice: gpu.TimeSliceLong, Line: 4}}},
 		{"each GPU its own", head + "    - {devices: [1], mode: off}\n    - {devices: [GPU-0], mode: whole}\n", node(h100, a30), []Want{
 			{GPU: "GPU-0", Mode: Whole, Line: 5}, {GPU: "GPU-1", Mode: Off, Line: 4}}},
 		{"models, some of which are elsewhere in the fleet",
@@ -78,9 +79,15 @@ func TestDesire(t *testing.T) {
 			&gpu.Inventory{GPUs: []gpu.Device{{Index: 0, UUID: "GPU-0", Fault: "GPU is lost"}}},
 			[]Want{{GPU: "GPU-0", Mode: Whole, Line: 4}}},
 		{"a merged entry", "version: v1\npartitions:\n  other:\n  - &all {devices: all, mode: shared, replicas: 2}\n  default:\n  - <<: *all\n    replicas: 8\n", node(h100),
-			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 8, TimeSlice: gpu.TimeSliceDefault, Compute: ComputeTimeSlice, Line: 6}}},
+			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 8, TimeSlice: gpu.TimeSliceDefault, Line: 6}}},
 		{"an alias", "version: v1\npartitions:\n  other: &all\n  - {devices: all, mode: off}\n  default: *all\n", node(h100),
 			[]Want{{GPU: "GPU-0", Mode: Off, Line: 4}}},
+		{"through MPS, by a word", head + "    - {devices: all, mode: shared, compute: mps}\n", node(h100),
+			[]Want{{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true}, Line: 4}}},
+		{"through MPS, with numbers", head + "    - {devices: all, mode: shared, replicas: 2, compute: {mps: {factor: 2.5, max: 80}}}\n", node(h100),
+			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 2, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true, Factor: 2.5, Max: 80}, Line: 4}}},
+		{"through MPS, with the defaults", head + "    - {devices: all, mode: shared, compute: {mps: {factor: 1.0, max: 100}}}\n", node(h100),
+			[]Want{{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true}, Line: 4}}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			d, err := mustParse(t, tc.in).Desire("default", tc.inv, Node{Unit: 1024})
@@ -128,8 +135,9 @@ func TestDesireRefuses(t *testing.T) {
 					`the models of this node are "NVIDIA A30", "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-80GB", and no GPU matches the model "NVIDIA H1?0" on line 5 or "A100*" on line 6`}},
 		{"MIG where there is none", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
 			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
-		{"MPS", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", node("x"), []string{
-			"f:6: GPU 0: compute mps is not supported in this version yet; timeslice works"}},
+		{"MPS on a GPU that cannot limit", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", &gpu.Inventory{GPUs: []gpu.Device{
+			{Index: 0, UUID: "GPU-0", Memory: 1024, ComputeCapability: "6.1"}, {Index: 1, UUID: "GPU-1", Memory: 1024, ComputeCapability: "7.0"}, {Index: 2, UUID: "GPU-2", Memory: 1024, ComputeCapability: "10.0"}}}, []string{
+			"f:6: GPU 0: compute mps needs a GPU of compute capability 7.0 or later, and this one has 6.1: before, MPS limits no process to a part of the SMs; timeslice works"}},
 		{"several", "default", head + "    - {devices: [0, 7], mode: mig}\n    - {devices: [0], mode: whole}\n", node("x", "x"), []string{
 			"f:3: partition \"default\" has no entry for GPU 1 of this node: exactly one must match each GPU",
 			"f:4: this node has no GPU with index 7: it has GPUs 0 and 1",
@@ -296,20 +304,17 @@ func TestAPIOfMIGManagersFile(t *testing.T) {
 	}
 }
 
-// TestUnbuiltPartitionLeavesTheOthers holds that a partition that this version
-// cannot deliver is refused alone, and with its line.
-func TestUnbuiltPartitionLeavesTheOthers(t *testing.T) {
+// A partition that the node cannot have is refused alone, and with its line.
+func TestNodeWithoutMPSHasTheOtherPartitions(t *testing.T) {
 	f := mustParse(t, readFile(t, "testdata/partitions.yaml"))
 	inv := cards(t, "a100-80")
 	inv.GPUs = inv.GPUs[:4]
 	inv.GPUs[0].Model, inv.GPUs[1].Model, inv.GPUs[2].Model, inv.GPUs[3].Model = "NVIDIA H100 80GB HBM3", "NVIDIA A30", "NVIDIA A30", "NVIDIA A30"
 	inv.GPUs[0].UUID = "GPU-00000000-0000-0000-0000-000000000000"
 	inv.GPUs[1].UUID = "GPU-00000000-0000-0000-0000-000000000001"
-	refused := map[string]string{
-		"served-by-mps": "f:34: GPUs 0-3: compute mps is not supported in this version yet; timeslice works",
-	}
+	refused := map[string]string{"served-by-mps": "f:34: GPUs 0-3: compute mps is not available: there is no supervisor"}
 	for _, name := range f.Names() {
-		_, err := f.Desire(name, inv, Node{Unit: 1024})
+		_, err := f.Desire(name, inv, Node{Unit: 1024, NoMPS: "there is no supervisor"})
 		got := ""
 		if err != nil {
 			got = err.Error()
@@ -421,7 +426,7 @@ func TestWantEqual(t *testing.T) {
 		"mode":      {GPU: "GPU-0", Mode: Off, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []mig.Count{{Profile: n1, N: 1}}},
-		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: ComputeMPS, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: compute.Sharing{MPS: true}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 2}}},
 		"profile":   {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n2, N: 1}}},
@@ -429,6 +434,27 @@ func TestWantEqual(t *testing.T) {
 	} {
 		if base.Equal(other) {
 			t.Errorf("wants that differ in %s are equal", name)
+		}
+	}
+}
+
+// A text that is written of a Sharing is read as the same one.
+func TestComputeText(t *testing.T) {
+	for text, s := range map[string]compute.Sharing{
+		"timeslice":                      {},
+		"mps":                            {MPS: true},
+		"{mps: {factor: 0.5}}":           {MPS: true, Factor: 0.5},
+		"{mps: {max: 80}}":               {MPS: true, Factor: 1, Max: 80},
+		"{mps: {factor: 100, max: 1}}":   {MPS: true, Factor: 100, Max: 1},
+		"{mps: {factor: 0.1, max: 99}}":  {MPS: true, Factor: compute.LeastFactor, Max: 99},
+		"{mps: {factor: 2.25, max: 50}}": {MPS: true, Factor: 2.25, Max: 50},
+	} {
+		if got := ComputeText(s); got != text {
+			t.Errorf("%v is written %s, want %s", s, got, text)
+		}
+		d, err := mustParse(t, head+"    - {devices: all, mode: shared, compute: "+text+"}\n").Desire("default", node("x"), Node{Unit: 1024})
+		if err != nil || d.GPUs[0].Compute != s.Normal() {
+			t.Errorf("%s is read as %v (%v), want %v", text, d, err, s)
 		}
 	}
 }

@@ -15,7 +15,7 @@
 //	      api: device-plugin      # device-plugin | dra; without it, what the node says
 //	      replicas: 4             # shared only; without it, units of memory
 //	      timeSlice: short        # shared only: default | short | medium | long
-//	      compute: timeslice      # shared only: timeslice | mps
+//	      compute: timeslice      # shared only: timeslice | mps | {mps: {factor: 2, max: 80}}
 //	  research:
 //	    - devices: [0, 1]
 //	      mode: whole
@@ -50,9 +50,9 @@
 //   - A model pattern that matches nothing is no mistake, so that one file can serve a fleet.
 //     Patterns are those of [path.Match].
 //
-// Desire also refuses what this version does not support yet (compute mps), by name and line, and
-// only if it would apply to one of the node's GPUs. Parse checks its syntax with the rest of
-// the file, and the file's other partitions stay usable.
+// Desire also refuses compute mps, by name and line, if the node cannot have it, or a GPU that it would
+// apply to. Parse checks its syntax with the rest of the file, and the file's other partitions stay
+// usable.
 //
 // # MIG is checked before anything is changed
 //

@@ -11,6 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -97,8 +98,12 @@ func checkWant(t *testing.T, data []byte, w Want) {
 	}
 	switch w.Mode {
 	case Shared:
-		if w.Replicas < 0 || w.Replicas > timeslice.MaxDevices || w.TimeSlice == "" || w.Compute != ComputeTimeSlice {
+		if w.Replicas < 0 || w.Replicas > timeslice.MaxDevices || w.TimeSlice == "" {
 			t.Fatalf("%+v cannot be delivered", w)
+		}
+		if w.Compute.Check() != nil || w.Compute != w.Compute.Normal() ||
+			w.Compute.MPS && (w.TimeSlice != gpu.TimeSliceDefault || w.Replicas > compute.MostClients) {
+			t.Fatalf("%+v has a share that cannot be delivered", w)
 		}
 	case Keep, Whole, Off:
 		w.API = ""

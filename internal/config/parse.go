@@ -6,9 +6,11 @@ import (
 	"math"
 	"path"
 	"slices"
+	"strconv"
 	"strings"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -165,20 +167,26 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	// Keys are read in every mode, so that a key in the wrong place is also checked for its own
 	// mistakes.
 	if e.want.Mode == Shared {
-		e.want.TimeSlice, e.want.Compute = gpu.TimeSliceDefault, ComputeTimeSlice
+		e.want.TimeSlice = gpu.TimeSliceDefault
 	}
-	if r, ok := p.only(keys, "replicas", e.want.Mode, known, Shared); ok {
-		e.want.Replicas, _ = p.number(r, "replicas", 1, timeslice.MaxDevices)
+	replicas, inReplicas := p.only(keys, "replicas", e.want.Mode, known, Shared)
+	if inReplicas {
+		e.want.Replicas, _ = p.number(replicas, "replicas", 1, timeslice.MaxDevices)
 	}
-	if t, ok := p.only(keys, "timeSlice", e.want.Mode, known, Shared); ok {
-		e.want.TimeSlice, _ = choice(&p.mistakes, t, "timeSlice",
+	slice, sliced := p.only(keys, "timeSlice", e.want.Mode, known, Shared)
+	if sliced {
+		e.want.TimeSlice, _ = choice(&p.mistakes, slice, "timeSlice",
 			gpu.TimeSliceDefault, gpu.TimeSliceShort, gpu.TimeSliceMedium, gpu.TimeSliceLong)
 	}
 	if c, ok := p.only(keys, "compute", e.want.Mode, known, Shared); ok {
-		e.want.Compute, _ = choice(&p.mistakes, c, "compute", ComputeTimeSlice, ComputeMPS)
-		if e.want.Compute == ComputeMPS {
-			e.unsupported = "compute mps is not supported in this version yet; timeslice works"
-			e.unsupportedLine = c.Line
+		e.want.Compute, e.computeLine = p.sharing(c), c.Line
+		if e.want.Compute.MPS && sliced && e.want.Mode == Shared {
+			p.at(slice, "timeSlice is for containers that take turns, and with compute mps they run at the same time: "+
+				"leave out one of the two")
+		}
+		if e.want.Compute.MPS && e.want.Replicas > compute.MostClients {
+			p.at(replicas, "replicas is at most %d with compute mps, not %d: an MPS server accepts %d processes",
+				compute.MostClients, e.want.Replicas, compute.MostClients)
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -193,6 +201,62 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	}
 	e.want.OnDemand = e.want.Mode == MIG && !fixed || e.want.Mode == Dynamic
 	return e, true
+}
+
+// The words of compute.
+const (
+	takeTurns = "timeslice"
+	throughIt = "mps"
+)
+
+// sharing reads compute: a word, or {mps: {factor: …, max: …}}.
+func (p *parser) sharing(n *yaml.Node) (s compute.Sharing) {
+	if n.Kind != yaml.MappingNode {
+		if n.Kind == yaml.ScalarNode && n.ShortTag() == "!!str" && (n.Value == takeTurns || n.Value == throughIt) {
+			s.MPS = n.Value == throughIt
+		} else {
+			p.at(n, "compute is timeslice, mps or {mps: {factor: …, max: …}}, not %s", kind(n))
+		}
+		return s
+	}
+	keys, ok := p.fields(n, "compute", throughIt)
+	if !ok {
+		return s
+	}
+	m, ok := keys[throughIt]
+	if !ok {
+		p.at(n, "compute is a mapping without mps: write {mps: {factor: …, max: …}}, mps, or timeslice")
+		return s
+	}
+	if keys, ok = p.fields(m, throughIt, "factor", "max"); !ok {
+		return s
+	}
+	s.MPS = true
+	if f, ok := keys["factor"]; ok {
+		s.Factor, _ = p.decimal(f, "factor", compute.LeastFactor, compute.MostFactor)
+	}
+	if most, ok := keys["max"]; ok {
+		s.Max, _ = p.number(most, "max", 1, 100)
+	}
+	return s.Normal()
+}
+
+// ComputeText writes the value of compute as a partition file has it.
+func ComputeText(s compute.Sharing) string {
+	var of []string
+	if s = s.Normal(); s.Factor != 0 {
+		of = append(of, "factor: "+strconv.FormatFloat(s.Factor, 'f', -1, 64))
+	}
+	if s.Max != 0 {
+		of = append(of, "max: "+strconv.Itoa(s.Max))
+	}
+	switch {
+	case !s.MPS:
+		return takeTurns
+	case len(of) == 0:
+		return throughIt
+	}
+	return "{" + throughIt + ": {" + strings.Join(of, ", ") + "}}"
 }
 
 // only returns a key's value. It adds a mistake if the key does not belong to the entry's mode.

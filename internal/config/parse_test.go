@@ -139,7 +139,29 @@ var broken = []struct {
 	{"replicas as text", head + "    - {devices: all, mode: shared, replicas: '4'}\n", []string{"f:4: replicas is a whole number, not the text \"4\""}},
 	{"replicas null", head + "    - devices: all\n      mode: shared\n      replicas:\n", []string{"f:6: replicas is a whole number, not nothing"}},
 	{"a time slice of its own", head + "    - {devices: all, mode: shared, timeSlice: 2ms}\n", []string{"f:4: timeSlice is default, short, medium or long, not the text \"2ms\""}},
-	{"compute by magic", head + "    - {devices: all, mode: shared, compute: mp}\n", []string{"f:4: compute is timeslice or mps, not the text \"mp\""}},
+	{"compute by magic", head + "    - {devices: all, mode: shared, compute: mp}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not the text \"mp\""}},
+	{"compute of nothing", head + "    - devices: all\n      mode: shared\n      compute:\n", []string{"f:6: compute is timeslice, mps or {mps: {factor: …, max: …}}, not nothing"}},
+	{"a list of computes", head + "    - {devices: all, mode: shared, compute: [mps]}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not a list"}},
+	{"a mapping without mps", head + "    - devices: all\n      mode: shared\n      compute: {}\n", []string{"f:6: compute is a mapping without mps: write {mps: {factor: …, max: …}}, mps, or timeslice"}},
+	{"time slices as a mapping", head + "    - {devices: all, mode: shared, compute: {timeslice: {}}}\n", []string{
+		"f:4: unknown key \"timeslice\": compute has mps",
+		"f:4: compute is a mapping without mps: write {mps: {factor: …, max: …}}, mps, or timeslice"}},
+	{"mps of nothing", head + "    - {devices: all, mode: shared, compute: {mps: }}\n", []string{"f:4: mps is a mapping, not nothing"}},
+	{"a percentage of one's own", head + "    - devices: all\n      mode: shared\n      compute:\n        mps:\n          percent: 30\n", []string{"f:8: unknown key \"percent\": mps has factor and max"}},
+	{"a factor too small", head + "    - devices: all\n      mode: shared\n      compute:\n        mps:\n          factor: 0\n          max: 0\n", []string{"f:8: factor is at least 0.1, not \"0\"", "f:9: max is at least 1, not 0"}},
+	{"a factor too large", head + "    - {devices: all, mode: shared, compute: {mps: {factor: 100.5, max: 101}}}\n", []string{"f:4: factor is at most 100, not \"100.5\"", "f:4: max is at most 100, not 101"}},
+	{"a factor beyond numbers", head + "    - {devices: all, mode: shared, compute: {mps: {factor: 1" + strings.Repeat("0", 40) + ".5}}}\n", []string{"f:4: factor is at most 100, not \"1" + strings.Repeat("0", 40) + ".5\""}},
+	{"factors in other forms", head + "    - {devices: [0], mode: shared, compute: {mps: {factor: .inf}}}\n    - {devices: [1], mode: shared, compute: {mps: {factor: -1}}}\n    - {devices: [2], mode: shared, compute: {mps: {factor: 010}}}\n    - {devices: [3], mode: shared, compute: {mps: {factor: 2e0}}}\n    - {devices: [4], mode: shared, compute: {mps: {factor: '2'}}}\n", []string{
+		"f:4: factor is a number in decimal digits, not \".inf\"",
+		"f:5: factor is a number in decimal digits, not \"-1\"",
+		"f:6: factor is a number in decimal digits, not \"010\"",
+		"f:7: factor is a number in decimal digits, not \"2e0\"",
+		"f:8: factor is a number, not the text \"2\""}},
+	{"max in halves", head + "    - {devices: all, mode: shared, compute: {mps: {max: 50.5}}}\n", []string{"f:4: max is a whole number, not the number \"50.5\""}},
+	{"a time slice beside mps", head + "    - devices: all\n      mode: shared\n      timeSlice: short\n      compute: mps\n", []string{
+		"f:6: timeSlice is for containers that take turns, and with compute mps they run at the same time: leave out one of the two"}},
+	{"more replicas than clients", head + "    - devices: all\n      mode: shared\n      replicas: 49\n      compute: {mps: {factor: 2}}\n", []string{
+		"f:6: replicas is at most 48 with compute mps, not 49: an MPS server accepts 48 processes"}},
 	{"keys of other modes", head + "    - devices: all\n      mode: whole\n      replicas: 0\n      timeSlice: short\n      compute: mps\n      geometry: {}\n      profiles: [1g]\n", []string{
 		"f:6: replicas belongs to mode shared: this entry is whole",
 		"f:6: replicas is at least 1, not 0",
@@ -253,6 +275,7 @@ var accepted = []struct{ name, in string }{
 	{"aliases", head + "    - &all {devices: all, mode: off}\n  other:\n    - *all\n"},
 	{"a merge", head + "    - &all {devices: all, mode: shared}\n  other:\n    - <<: *all\n      mode: off\n"},
 	{"merges in a list", head + "    - &a {devices: all}\n    - &b {mode: off}\n  other:\n    - {<<: [*a, *b]}\n"},
+	{"compute in each form", head + "    - {devices: [0], mode: shared, compute: timeslice, timeSlice: short}\n    - {devices: [1], mode: shared, compute: mps}\n    - {devices: [2], mode: shared, replicas: 48, compute: {mps: {}}}\n    - {devices: [3], mode: shared, compute: {mps: {factor: 0.5, max: 80}}}\n"},
 	{"a geometry of nothing", head + "    - {devices: all, mode: mig, geometry: {}}\n"},
 	{"a partition that is called off", "version: v1\npartitions:\n  off: [{devices: all, mode: off}]\n"},
 	{"a name of 63 characters", "version: v1\npartitions:\n  " + strings.Repeat("x", 63) + ": [{devices: all, mode: off}]\n"},

@@ -341,3 +341,26 @@ func (m *mistakes) number(n *yaml.Node, what string, low, high int) (int, bool) 
 	}
 	return 0, false
 }
+
+// decimal reads a number from low to high in decimal digits, with or without a point. YAML knows other
+// forms, such as 0x1p-2 and .inf.
+func (m *mistakes) decimal(n *yaml.Node, what string, low, high float64) (float64, bool) {
+	tag := n.ShortTag()
+	if n.Kind != yaml.ScalarNode || tag != "!!int" && tag != "!!float" {
+		m.at(n, "%s is a number, not %s", what, kind(n))
+		return 0, false
+	}
+	v, err := strconv.ParseFloat(n.Value, 64)
+	octal := len(n.Value) > 1 && n.Value[0] == '0' && n.Value[1] != '.'
+	switch {
+	case octal || strings.Trim(n.Value, "0123456789.") != "" || err != nil && !errors.Is(err, strconv.ErrRange):
+		m.at(n, "%s is a number in decimal digits, not %s", what, quote(n.Value))
+	case v < low:
+		m.at(n, "%s is at least %v, not %s", what, low, quote(n.Value))
+	case v > high:
+		m.at(n, "%s is at most %v, not %s", what, high, quote(n.Value))
+	default:
+		return v, true
+	}
+	return 0, false
+}

@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -54,6 +55,7 @@ type Input struct {
 func Build(in Input) *Offer {
 	v := &Offer{
 		Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{},
+		Compute: map[gpu.UUID]compute.Sharing{},
 	}
 	lists := map[string][][]Device{} // by resource; one list for each GPU
 	kinds := map[string]piece.Kind{}
@@ -62,6 +64,9 @@ func Build(in Input) *Offer {
 		v.Rank[d.UUID] = d.Index
 		if layout := in.Changes.Layouts[d.UUID]; layout.Kind.Shared() {
 			v.Shares[d.UUID] = piece.Share{Division: layout.Division, Usable: d.Usable()}
+			if layout.Compute.MPS {
+				v.Compute[d.UUID] = layout.Compute
+			}
 		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)

@@ -181,6 +181,13 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 	if err := row.together(f, r, ids); err != nil {
 		return nil, err
 	}
+	if len(ids) > 1 && !r.Kind.Together() {
+		for _, id := range ids {
+			if dev := &r.Devices[r.index[id]]; f.lists.offer.Compute[dev.GPU].MPS {
+				return nil, oneGPU(dev.ID)
+			}
+		}
+	}
 	return r, nil
 }
 
@@ -203,6 +210,11 @@ func (f *FrontEnd) grantLocked(r *Resource, ids []string) ([]ledger.Grant, error
 			share.Unit = unit(f.ledger, g.GPU)
 		}
 		g.Piece, g.Cap = g.In(share)
+		sharing := f.lists.base.Compute[g.GPU]
+		if g.Compute = sharing.Share(share.Part(g.Piece)); sharing.MPS && r.Kind.Shared() && g.Compute.Ceiling == 0 {
+			return nil, fmt.Errorf("%s of %s: it is not known which part of the GPU that is, and so which share of its SMs",
+				g.Piece, g.GPU)
+		}
 	}
 	return grants, nil
 }

@@ -70,6 +70,11 @@ var rows = map[piece.Kind]row{
 		},
 		prefer: func(p *preference) ([]string, error) {
 			s := p.supply()
+			if p.n > 1 {
+				if err := s.apart(p.offer.Compute); err != nil {
+					return nil, err
+				}
+			}
 			out, err := s.replicas(p.n, rank(p.front.ledger, p.offer, p.of))
 			return out, s.explain(p.of, err)
 		},

@@ -9,6 +9,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -29,6 +30,8 @@ type Offer struct {
 	Topology *topology.Graph
 	// Shares is how the shared GPUs are divided.
 	Shares map[gpu.UUID]piece.Share
+	// Compute is how the containers of GPUs share the SMs. GPUs whose containers take turns are missing.
+	Compute map[gpu.UUID]compute.Sharing
 	// MIG has every GPU with placements in Resources. There, a placement is listed Healthy as if
 	// its GPU were empty. The front-end finds out which of them have no room beside the taken ones.
 	MIG map[gpu.UUID]ledger.MIG

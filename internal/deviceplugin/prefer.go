@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
 	"example.com/gpu-agent/pkg/topology"
@@ -55,6 +56,9 @@ func (s *supply) explain(r *Resource, err error) error {
 	if err == nil {
 		return nil
 	}
+	if s.refused != nil {
+		return s.refused
+	}
 	if err = r.withCapacity(err); s.refusal != "" {
 		err = fmt.Errorf("%w; %s", err, s.refusal)
 	}
@@ -69,6 +73,9 @@ type supply struct {
 	idle, taken []string
 	// refusal is why a device that the kubelet offers is in no list. Empty if all are.
 	refusal string
+	// refused is why devices of the GPUs that apart leaves out do not go together with others; nil if it
+	// left none out.
+	refused error
 }
 
 // supply sorts the devices that the kubelet offers.
@@ -189,6 +196,22 @@ func (s *supply) replicas(n int, rank map[gpu.UUID]int) ([]string, error) {
 		return nil, err
 	}
 	return timeslice.PreferReplicas(s.taken, first, n, rank)
+}
+
+// apart leaves out the GPUs whose containers have a share through MPS, since the request has devices of
+// several GPUs. It fails if the answer must have a device of such a GPU.
+func (s *supply) apart(shared map[gpu.UUID]compute.Sharing) error {
+	through := func(id string) bool { return shared[onGPU(id)].MPS }
+	if i := slices.IndexFunc(s.must, through); i >= 0 {
+		return oneGPU(s.must[i])
+	}
+	for _, of := range []*[]string{&s.idle, &s.taken} {
+		if i := slices.IndexFunc(*of, through); i >= 0 {
+			s.refused = oneGPU((*of)[i])
+			*of = slices.DeleteFunc(*of, through)
+		}
+	}
+	return nil
 }
 
 func byGPU(ids []string) map[gpu.UUID]int {

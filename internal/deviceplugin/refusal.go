@@ -4,6 +4,7 @@ package deviceplugin
 
 import (
 	"errors"
+	"fmt"
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
@@ -33,4 +34,11 @@ func withReason(err error) error {
 		why = status.BadRequest
 	}
 	return status.Because(status.CauseOf(err, why).Reason, err)
+}
+
+// oneGPU refuses devices of several GPUs for a container if one of them has a share through MPS: the
+// container's processes reach one MPS server, which is that of one GPU.
+func oneGPU(id string) error {
+	return status.Because(status.MPSOneGPU, fmt.Errorf("device %s is a share through MPS, and a container with one holds "+
+		"one GPU, since a process reaches one MPS server: ask for 1 device, or for another resource", id))
 }

@@ -286,6 +286,9 @@ func (b *book) takeLocked(o *Offer, c *agentkube.Claim, wants []want, pods []str
 			return fmt.Errorf("request %s was allocated %s, and a container of pod %s still has the earlier one: %w",
 				w.Request, &w.share, all[0].Pod, ledger.ErrHeld)
 		}
+		if err := checkAlone(o, wants); err != nil {
+			return err
+		}
 		if err := refusedByDriver(o, w); err != nil {
 			return err
 		}

@@ -89,6 +89,8 @@ type want struct {
 	// the configuration names the result's own request.
 	slice gpu.TimeSlice
 	named bool
+	// percent is the share of the GPU's SMs that the result names; 0 if it follows from the memory.
+	percent int64
 }
 
 // wants returns the results of a claim's allocation that are of this driver and node.
@@ -100,11 +102,11 @@ func wants(c *agentkube.Claim, driver, node string) (out []want) {
 			continue
 		}
 		slice, named := sliceOf(c, r)
-		amount := r.ConsumedCapacity[memory]
+		amount, percent := r.ConsumedCapacity[memory], r.ConsumedCapacity[computeShare]
 		s := share{Namespace: c.Namespace, Name: c.Name, UID: c.UID, Request: r.Request, N: n[r.Request],
 			Pool: r.Pool, Device: r.Device, Share: string(ptr.Deref(r.ShareID, "")),
 			Amount: amount.Value(), Admin: ptr.Deref(r.AdminAccess, false)}
-		out = append(out, want{share: s, slice: slice, named: named})
+		out = append(out, want{share: s, slice: slice, named: named, percent: percent.Value()})
 		n[r.Request]++
 	}
 	for i := range out {

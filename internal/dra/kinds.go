@@ -211,5 +211,5 @@ func grant(l *ledger.Ledger, o *Offer, w *want, beside []ledger.Request) (ledger
 		share.Usable = on.Usable()
 	}
 	g.Piece, g.Cap = p.In(share)
-	return g, nil
+	return g, putCompute(&g, w, o.Changes.Layouts[g.GPU])
 }

@@ -339,6 +339,9 @@ func (rs *refusals) never(claim *agentkube.Claim) error {
 	if ready, err := v.find(wants); !ready || err != nil {
 		return err
 	}
+	if err := checkAlone(v.offer, wants); err != nil {
+		return err
+	}
 	var asked []ledger.Request
 	for i := range wants {
 		if err := refusedByDriver(v.offer, &wants[i]); err != nil {

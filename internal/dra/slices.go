@@ -233,8 +233,12 @@ func (in *Input) device(d *gpu.Device, of Device, short string) resourcev1.Devic
 	if in.Taints != nil {
 		out.Taints = in.Taints(of)
 	}
-	division, _ := in.Layouts[d.UUID].Of(of.Kind)
+	layout := in.Layouts[d.UUID]
+	division, has := layout.Of(of.Kind)
 	rows[of.Kind].capacity(d, of, division, &out)
+	if has && of.Kind.Shared() && layout.Compute.MPS {
+		out.Capacity[computeShare] = computeCapacity(layout.Compute)
+	}
 	return out
 }
 

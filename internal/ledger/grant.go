@@ -35,6 +35,10 @@ func (g Grant) Fix(bytes uint64, usable gpu.MiB) Grant {
 	return g
 }
 
+// turns reports whether the holder has no share of the SMs of its own, and takes turns with the others of
+// its GPU.
+func (g *Grant) turns() bool { return g.Compute == (compute.Share{}) }
+
 // String returns the grant's record.
 func (g Grant) String() string {
 	text, err := json.Marshal(g)

@@ -23,6 +23,12 @@ func unitsOf(u gpu.UUID, numbers ...int) []Grant {
 	return []Grant{{GPU: u, Piece: piece.Units{Set: piece.SetOf(numbers), Unit: 1024}, Cap: piece.CapOf(uint64(len(numbers)) << 30)}}
 }
 
+// shareOf is the same grants with a share of the SMs, in percent.
+func shareOf(grants []Grant, percent int) []Grant {
+	grants[0].Compute.Ceiling = percent
+	return grants
+}
+
 func newLedger() *Ledger {
 	at := time.Unix(1e9, 0)
 	return New(func() {}, func() time.Time { at = at.Add(time.Millisecond); return at })
@@ -42,6 +48,9 @@ func TestTake(t *testing.T) {
 		{"the same units", DevicePlugin, false, unitsOf("GPU-a", 1, 2), true},
 		{"the same units, of one that ends", DevicePlugin, true, unitsOf("GPU-a", 1, 2), false},
 		{"units of another size", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Units{Set: piece.SetOf([]int{5}), Unit: 512}}}, true},
+		{"other units, through MPS", DevicePlugin, false, shareOf(unitsOf("GPU-a", 2, 3), 25), true},
+		{"other units, through MPS, beside one that ends", DevicePlugin, true, shareOf(unitsOf("GPU-a", 2, 3), 25), false},
+		{"units of another GPU, through MPS", DevicePlugin, false, shareOf(unitsOf("GPU-b", 2, 3), 25), false},
 		{"a replica of the GPU", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Replica{Of: 4}}}, true},
 		{"the GPU, and nothing of it", DevicePlugin, false, []Grant{{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}}, false},
 		{"the GPU through another front-end, and nothing of it", DRA, false, []Grant{{GPU: "GPU-a", Piece: piece.Whole{}, Cap: piece.NoCap, NoRoom: true}}, false},
@@ -63,6 +72,25 @@ func TestTake(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Containers that take turns do not meet clients of MPS. Of a grant whose record is lost, the share is not known
+// either, and it keeps nothing away.
+func TestTurnsBesideShares(t *testing.T) {
+	l := newLedger()
+	take := func(id string, grants []Grant, held bool) {
+		t.Helper()
+		if _, err := l.Take(Request{ID: id, Owner: DevicePlugin, Grants: grants}); held != errors.Is(err, ErrHeld) {
+			t.Errorf("%s: %v, want held: %v", id, err, held)
+		}
+	}
+	lost := unitsOf("GPU-b", 0)
+	lost[0].Cap = piece.Cap{}
+	take("share", shareOf(unitsOf("GPU-a", 0), 25), false)
+	take("turn", unitsOf("GPU-a", 1), true)
+	take("another share", shareOf(unitsOf("GPU-a", 1), 60), false)
+	take("lost", lost, false)
+	take("share beside it", shareOf(unitsOf("GPU-b", 1), 25), false)
 }
 
 // A GPU has one time slice: whoever asks for another one has no room beside the first, and

@@ -190,7 +190,8 @@ func (r *Room) Lacks(s mig.Placement) string {
 }
 
 // Overlap reports whether two sets of grants conflict on a GPU: they have the same piece of it,
-// pieces of two kinds, two time slices, or placements that do not fit side by side.
+// pieces of two kinds, two time slices, turns and a share of the SMs, or placements that do not fit side by
+// side.
 func (l *Ledger) Overlap(a, b []Grant) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -210,6 +211,8 @@ func clash(card *mig.Card, a, b *Grant) bool {
 		return false
 	case a.TimeSlice != "" && b.TimeSlice != "" && a.TimeSlice != b.TimeSlice:
 		return true // a GPU has one time slice
+	case a.turns() != b.turns() && a.Cap.Known && b.Cap.Known:
+		return true // containers that take turns do not run beside clients of MPS
 	}
 	return piece.Clash(a.Piece, b.Piece, card)
 }

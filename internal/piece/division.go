@@ -99,6 +99,24 @@ func beyond(of Division, numbers Set) (Division, bool) {
 	return Division{Kind: of.Kind, N: numbers.Len(), Alone: numbers}, len(numbers) > 0
 }
 
+// Parts returns how many equal parts of its GPU there are, of which a holder has one; 0 if a holder may have
+// any part of it.
+func (d Division) Parts() int {
+	if d.Kind.Shared() && !d.Kind.Together() {
+		return d.N
+	}
+	return 0
+}
+
+// Part returns the part of all devices that a piece has, from 0 to 1. It is 0 if it is not known, or if the
+// division is of another kind.
+func (d Division) Part(p Piece) float64 {
+	if d.Kind != p.Kind() || d.N <= 0 {
+		return 0
+	}
+	return min(1, float64(Count(p))/float64(d.N))
+}
+
 // Share is a division of a GPU, and Usable the memory that programs can have of that GPU, in MiB.
 type Share struct {
 	Division

@@ -328,6 +328,28 @@ func TestDivisions(t *testing.T) {
 	}
 }
 
+// The part of a piece is its devices among those of the division; without a known division, or in one of
+// another kind, it is not known.
+func TestPart(t *testing.T) {
+	for _, c := range []struct {
+		of    piece.Division
+		p     piece.Piece
+		part  float64
+		parts int
+	}{
+		{piece.Division{Kind: piece.KindUnits, N: 79, Unit: 1024}, units(60, 78, 1024), 19.0 / 79, 0},
+		{piece.Division{Kind: piece.KindUnits, N: 8}, units(0, 20, 0), 1, 0},
+		{piece.Division{Kind: piece.KindReplica, N: 4}, piece.Replica{Number: 3}, 0.25, 4},
+		{piece.Division{Kind: piece.KindReplica, N: 4}, units(0, 0, 0), 0, 4},
+		{piece.Division{}, piece.Replica{Number: 3}, 0, 0},
+		{piece.Division{Kind: piece.KindWhole, N: 1}, piece.Whole{}, 1, 0},
+	} {
+		if part, parts := c.of.Part(c.p), c.of.Parts(); part != c.part || parts != c.parts {
+			t.Errorf("%v of %+v: part %v of %d, want %v of %d", c.p, c.of, part, parts, c.part, c.parts)
+		}
+	}
+}
+
 func TestJoin(t *testing.T) {
 	for want, parts := range map[string][]string{`{}`: {`{}`, `{}`}, `{"a":1,"b":2}`: {`{"a":1}`, `{}`, ` {"b":2} `}, `{"a":1}`: {`{"a":1}`}} {
 		var all [][]byte

@@ -18,7 +18,8 @@
 // Devices that the wanted partition does not keep are withdrawn at once, so that new pods cannot
 // delay a change without end. With --when-busy wait they stay on offer. The change is made when
 // the last holder ends. If a GPU has allocations and no known layout, its layout follows from
-// their grants.
+// their grants. How the containers of a shared GPU share its SMs belongs to the layout, so containers
+// that take turns and containers with a share through MPS never meet on one GPU.
 //
 // A withdrawn device stays listed for [Linger]. A partition makes at most half as many devices as
 // may be listed, so that the next partition's devices fit beside them. They may still not fit,

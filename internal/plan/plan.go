@@ -116,7 +116,7 @@ func (c Layout) Mode() string {
 }
 
 // Words describes the layout for people who compare it with another: "shared (units of 1024 MiB)",
-// "whole, through dra". It is empty if the layout is not known.
+// "shared (4 replicas, mps)", "whole, through dra". It is empty if the layout is not known.
 func (c Layout) Words() string {
 	if !c.Known {
 		return ""
@@ -128,13 +128,20 @@ func (c Layout) Words() string {
 	return words
 }
 
-// division describes how a shared GPU is divided, for people: " (4 replicas)".
+// division describes how a shared GPU is divided, for people: " (4 replicas)", " (4 replicas, mps)".
 func (c Layout) division() string {
-	if words := c.Division.String(); c.Offers && words != "" {
-		return " (" + words + ")"
+	words := c.Division.String()
+	if !c.Offers || words == "" {
+		return ""
 	}
-	return ""
+	if c.Compute.MPS {
+		words += ", " + c.Compute.String()
+	}
+	return " (" + words + ")"
 }
+
+// ComputeOf returns the share of the GPU's SMs that the holder of a piece gets.
+func (c Layout) ComputeOf(p piece.Piece) compute.Share { return c.Compute.Share(c.Part(p)) }
 
 // layoutOf returns the layout that a wish means for a GPU without MIG. ok is false if the wish is
 // to leave the GPU as it is.
@@ -147,7 +154,7 @@ func layoutOf(w config.Want, d *gpu.Device, unit gpu.MiB) (c Layout, ok bool) {
 		return Layout{}, false
 	}
 	c = Divided(of)
-	c.API = w.API
+	c.API, c.Compute = w.API, w.Compute
 	return c, true
 }
 
@@ -415,11 +422,12 @@ func (in *Input) inferLayout(d *gpu.Device, to Layout) Layout {
 	return c
 }
 
-// inferLayout returns the layout that a GPU must have for its allocations: with the memory limits
-// that their holders were given, and through the same front-end.
+// inferLayout returns the layout that a GPU must have for its allocations: with the memory limits and
+// the shares of the SMs that their holders were given, and through the same front-end.
 func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit gpu.MiB) Layout {
 	c := Layout{Known: true}
 	var pieces []piece.Piece
+	var most compute.Share
 	for i := range allocations {
 		for j := range allocations[i].Grants {
 			g := &allocations[i].Grants[j]
@@ -429,6 +437,7 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 			}
 			c.Offers, c.API, c.Kind = true, allocations[i].Owner, g.Kind()
 			pieces = append(pieces, g.Piece)
+			most.Ceiling = max(most.Ceiling, g.Compute.Ceiling)
 		}
 	}
 	if c.Offers {
@@ -437,6 +446,7 @@ func inferLayout(allocations []ledger.Allocation, d *gpu.Device, to Layout, unit
 			wish = to.Division
 		}
 		c.Division = piece.Infer(pieces, d, wish, unit)
+		c.Compute = compute.Infer(most, c.Parts(), to.Compute)
 	}
 	return c
 }

@@ -4,6 +4,7 @@ package plan
 
 import (
 	"fmt"
+	"math/rand/v2"
 	"strings"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -79,9 +81,10 @@ func wants(modes ...string) []config.Want {
 	var out []config.Want
 	for i, m := range modes {
 		w := config.Want{GPU: uuid(i), Mode: config.Mode(m)}
-		if n, ok := strings.CutPrefix(m, "shared/"); ok {
+		m, w.Compute.MPS = strings.CutSuffix(m, "+mps")
+		if w.Mode = config.Mode(m); strings.HasPrefix(m, "shared/") {
 			w.Mode = config.Shared
-			fmt.Sscan(n, &w.Replicas)
+			fmt.Sscan(strings.TrimPrefix(m, "shared/"), &w.Replicas)
 		}
 		out = append(out, w)
 	}
@@ -96,6 +99,9 @@ func planText(c *Changes, inv *gpu.Inventory) string {
 		fmt.Fprintf(&b, "%s", layout.Mode())
 		if layout.Offers && layout.Kind != piece.KindWhole {
 			fmt.Fprintf(&b, "%d", layout.N)
+		}
+		if layout.Compute.MPS {
+			fmt.Fprintf(&b, " %v", layout.Compute)
 		}
 		for _, u := range c.Changing {
 			if u == d.UUID {
@@ -119,6 +125,22 @@ var (
 
 func replicaLayout(n int) Layout {
 	return Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindReplica, N: n}}
+}
+
+// throughMPS is a layout whose containers run at the same time.
+func throughMPS(c Layout, factor float64) Layout {
+	c.Compute = compute.Sharing{MPS: true, Factor: factor}.Normal()
+	return c
+}
+
+// ceiling is a grant with a share of the SMs, in percent.
+func ceiling(g ledger.Grant, percent int) ledger.Grant {
+	g.Compute.Ceiling = percent
+	if r, ok := g.Piece.(piece.Replica); ok {
+		r.Of = 4
+		g.Piece = r
+	}
+	return g
 }
 
 func TestPlan(t *testing.T) {
@@ -149,6 +171,19 @@ func TestPlan(t *testing.T) {
 			allocations: []ledger.Allocation{held("a", units(0, 1)), held("b", whole(1)), held("c", replica(2, 2)), held("d", replica(3, 2))},
 			wants:       wants("shared", "shared", "shared/2", "shared/5"),
 			plan:        "shared4; whole waits(whole→shared: ns/b); shared3 waits(shared (3 replicas)→shared (2 replicas): ns/c); shared5"},
+		{name: "from turns to MPS and back", layouts: []Layout{sharedLayout, sharedLayout, throughMPS(sharedLayout, 0), throughMPS(replicaLayout(2), 2)},
+			allocations: []ledger.Allocation{held("a", units(1, 0)), held("b", units(2, 0))},
+			wants:       wants("shared+mps", "shared+mps", "shared", "shared/2"),
+			plan:        "shared4 mps!; shared4 waits(shared (units of 1024 MiB)→shared (units of 1024 MiB, mps): ns/a); shared4 mps waits(shared (units of 1024 MiB, mps)→shared (units of 1024 MiB): ns/b); shared2!"},
+		{name: "another factor waits as well", layouts: []Layout{throughMPS(replicaLayout(2), 2), throughMPS(sharedLayout, 1)},
+			allocations: []ledger.Allocation{held("a", replica(0, 1))},
+			wants:       wants("shared/2+mps", "shared+mps"),
+			plan:        "shared2 mps, factor 2 waits(shared (2 replicas, mps, factor 2)→shared (2 replicas, mps): ns/a); shared4 mps; unset; unset"},
+		{name: "after a restart, shares that were given keep MPS",
+			allocations: []ledger.Allocation{held("a", ceiling(units(0, 0), 25)), held("b", ceiling(units(1, 0), 25)), held("c", ceiling(replica(2, 1), 50)), held("d", ceiling(replica(3, 1), 25))},
+			wants:       wants("shared+mps", "shared", "shared/4+mps", "shared/4"),
+			plan: "shared4 mps; shared4 mps waits(shared (units of 1024 MiB, mps)→shared (units of 1024 MiB): ns/b); " +
+				"shared4 mps, factor 2 waits(shared (4 replicas, mps, factor 2)→shared (4 replicas, mps): ns/c); shared4 mps waits(shared (4 replicas, mps)→shared (4 replicas): ns/d)"},
 		{name: "after a restart with another unit, no held ID is lost",
 			allocations: []ledger.Allocation{held("a", units(0, 9))},
 			wants:       wants("shared", "shared", "shared", "shared"),
@@ -494,5 +529,70 @@ func TestLayoutOfAnUnknownKind(t *testing.T) {
 	}
 	if l.Dynamic = true; l.Has("slot") {
 		t.Error("a dynamic one has some")
+	}
+}
+
+// Whatever partitions, restarts and holders come, the holders of a GPU all take turns, or all have a share
+// through MPS. The shares are those of the layout that the GPU had when its first holder came, and so the
+// layout lets a container have as much as each holder has.
+func TestTurnsAndMPSNeverMeet(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	const gpus = 3
+	inv := machine(gpus)
+	for i := range inv.GPUs {
+		inv.GPUs[i].Memory, inv.GPUs[i].Reserved = 81920, 600
+	}
+	in := Input{Inventory: inv, Layouts: map[gpu.UUID]Layout{}, Unit: unit}
+	met := map[string]int{}
+	for step := range 20_000 {
+		switch rng.IntN(6) {
+		case 0: // a partition
+			in.Wanted = nil
+			for i := range gpus {
+				w := config.Want{GPU: uuid(i), Mode: config.Shared, Replicas: []int{0, 0, 3, 7}[rng.IntN(4)]}
+				if rng.IntN(2) == 0 {
+					w.Compute = compute.Sharing{MPS: true, Factor: []float64{0, 0.5, 2, 3.7}[rng.IntN(4)], Max: []int{0, 60}[rng.IntN(2)]}
+				}
+				in.Wanted = append(in.Wanted, w)
+			}
+		case 1: // a restart that has lost its state
+			if rng.IntN(4) == 0 {
+				in.Layouts = map[gpu.UUID]Layout{}
+				met["restart"]++
+			}
+		case 2: // the end of a holder
+			in.Allocations = in.Allocations[min(len(in.Allocations), 1+rng.IntN(8)):]
+		default: // a new holder, of what is on offer
+			u := uuid(rng.IntN(gpus))
+			c := in.Layouts[u]
+			var p piece.Piece = piece.Replica{Number: rng.IntN(max(1, c.N)), Of: c.N}
+			if c.Kind == piece.KindUnits {
+				first := rng.IntN(c.N)
+				p = piece.Units{Set: piece.Set{{First: first, Last: first + rng.IntN(c.N-first)}}, Unit: c.Unit}
+			}
+			if c.Offers {
+				in.Allocations = append(in.Allocations, held(fmt.Sprint("p", step), ledger.Grant{GPU: u, Piece: p, Compute: c.ComputeOf(p)}))
+			}
+		}
+		changes := Make(in)
+		in.Layouts = changes.Layouts
+		for i := range gpus {
+			c := in.Layouts[uuid(i)]
+			for _, a := range in.Allocations {
+				g := a.Grants[0]
+				if g.GPU != uuid(i) {
+					continue
+				}
+				met[fmt.Sprint(c.Kind, c.Compute.MPS)]++
+				if (g.Compute.Ceiling > 0) != c.Compute.MPS || g.Compute.Ceiling > c.Compute.Largest(c.Parts()).Ceiling {
+					t.Fatalf("step %d: %s has %v of GPU %d, whose layout is %s", step, a.ID, g.Compute, i, c.Words())
+				}
+			}
+		}
+	}
+	for _, what := range []string{"restart", "unitstrue", "unitsfalse", "replicatrue", "replicafalse"} {
+		if met[what] < 100 {
+			t.Errorf("%q was met %d times: this shows little", what, met[what])
+		}
 	}
 }

@@ -86,6 +86,7 @@ const (
 	NotOffered Reason = "NotOffered"
 	NotOneGPU  Reason = "NotOneGPU"
 	TooFewGPUs Reason = "TooFewGPUs"
+	MPSOneGPU  Reason = "MPSOneGPU"
 	NotReady   Reason = "NotReady"
 	// For claims that can never be prepared as they are.
 	ClaimOutdated Reason = "ClaimOutdated"

@@ -48,6 +48,50 @@ func TestSharesOfEqualParts(t *testing.T) {
 	}
 }
 
+func TestNormal(t *testing.T) {
+	for _, s := range []Sharing{{MPS: true}, {MPS: true, Factor: 1}, {MPS: true, Max: 100}, {MPS: true, Factor: 1, Max: 100}} {
+		if s.Normal() != (Sharing{MPS: true}) {
+			t.Errorf("%+v is %+v", s, s.Normal())
+		}
+	}
+	if s := (Sharing{MPS: true, Factor: 2, Max: 80}); s.Normal() != s {
+		t.Errorf("%+v is %+v", s, s.Normal())
+	}
+}
+
+func TestInfer(t *testing.T) {
+	mps, twice, half := Sharing{MPS: true}, Sharing{MPS: true, Factor: 2}, Sharing{MPS: true, Max: 50}
+	for _, c := range []struct {
+		most  int
+		parts int
+		wish  Sharing
+		want  Sharing
+	}{
+		{0, 0, mps, Sharing{}},       // containers took turns
+		{0, 4, Sharing{}, Sharing{}}, // and shall
+		{25, 0, Sharing{}, mps},      // nothing is wanted, or turns
+		{25, 0, twice, twice},        // the wish lets a container have that
+		{25, 0, half, half},
+		{60, 0, half, mps}, // it does not
+		{25, 4, mps, mps},
+		{25, 4, twice, twice},
+		{50, 4, mps, twice},
+		{50, 4, Sharing{}, twice},
+	} {
+		if got := Infer(Share{c.most}, c.parts, c.wish); got != c.want {
+			t.Errorf("%d percent of %d parts, wished %v: %v, want %v", c.most, c.parts, c.wish, got, c.want)
+		}
+	}
+	// Whatever was given, the layout lets a container have it.
+	for parts := range MostClients + 1 {
+		for most := 1; most <= 100; most++ {
+			if got := Infer(Share{most}, parts, Sharing{}); got.Check() != nil || got.Largest(parts).Ceiling < most {
+				t.Errorf("%d percent of %d parts: %v", most, parts, got)
+			}
+		}
+	}
+}
+
 func TestVerify(t *testing.T) {
 	share := Share{Ceiling: 26}
 	client := Process{PID: 7, Client: true, SMs: 34}

@@ -41,22 +41,61 @@ func (s Sharing) Check() error {
 	return nil
 }
 
+// Normal returns the same Sharing with its defaults written as 0. Two that mean the same are then equal.
+func (s Sharing) Normal() Sharing {
+	if s.Factor == 1 {
+		s.Factor = 0
+	}
+	if s.Max == 100 {
+		s.Max = 0
+	}
+	return s
+}
+
+// Largest returns the largest share that a GPU lets a container have. parts is how many equal parts the GPU
+// has, of which a container has one; 0 if a container may have any part of it.
+func (s Sharing) Largest(parts int) Share { return s.Share(1 / float64(max(1, parts))) }
+
+// Highest returns the highest ceiling that a container may have, in percent; 0 if containers take turns.
+func (s Sharing) Highest() int {
+	switch {
+	case !s.MPS:
+		return 0
+	case s.Max == 0:
+		return 100
+	}
+	return s.Max
+}
+
 // Share returns the share of a container with a part of the GPU's memory, from 0 to 1. It is the
 // zero Share if containers take turns, or if the part is not known (0).
 func (s Sharing) Share(part float64) Share {
 	if !s.MPS || !(part > 0) {
 		return Share{}
 	}
-	factor, most := s.Factor, s.Max
+	factor, most := s.Factor, s.Highest()
 	if factor == 0 {
 		factor = 1
-	}
-	if most == 0 {
-		most = 100
 	}
 	// Parts such as 20/80 are not exact, so that a quarter could be rounded up to 26 percent.
 	exact := factor * 100 * min(part, 1)
 	return Share{Ceiling: min(most, max(1, int(math.Ceil(exact-1e-6))))}
+}
+
+// Infer returns how a GPU must be shared so that its holders keep their shares, of which most is the largest.
+// wish is how the GPU is wanted, and parts as in Largest. It counts if it lets a container have as much.
+func Infer(most Share, parts int, wish Sharing) Sharing {
+	if most.Ceiling == 0 {
+		return Sharing{}
+	}
+	if wish.MPS && most.Ceiling <= wish.Largest(parts).Ceiling {
+		return wish
+	}
+	s := Sharing{MPS: true}
+	if most.Ceiling > s.Largest(parts).Ceiling {
+		s.Factor = min(MostFactor, float64(most.Ceiling)*float64(parts)/100)
+	}
+	return s
 }
 
 // String is "time slices", or "mps" with what differs from the defaults: "mps, factor 2, max 80 %".
