@@ -49,6 +49,7 @@
 //	lock                     held by the running supervisor
 //	<UUID>/control/          the daemon's own directory; mode 0700, no container gets it
 //	<UUID>/pipe/             hard links of control/control and control/log, for containers
+//	<UUID>/pipe/beat         when the daemon has last answered; see beat.go
 //	<UUID>/output, logs/     what the daemon prints; truncated when it becomes large
 //
 // A container with control/control_privileged and a root of its own could change the percentages
@@ -74,7 +75,8 @@
 // # Limits
 //
 // Without a socket in PipeDir a program runs, without MPS. So a directory that is not open holds no
-// program back: the caller refuses containers while there is a Problem, or Answered is old.
+// program back: the caller refuses containers while there is a Problem, or Answered is old. The
+// library in a container reads beat, and refuses CUDA while it is old.
 //
 // A driver whose daemon has no multi-user mode is refused ([NoMultiUser]): 550 and older. The
 // supervisor must be in the host's PID namespace, or no PID means anything. Root in a container may

@@ -30,6 +30,7 @@ type files struct{ base string }
 
 func (f files) control() string { return filepath.Join(f.base, "control") }
 func (f files) pipe() string    { return filepath.Join(f.base, "pipe") }
+func (f files) beat() string    { return filepath.Join(f.pipe(), BeatFile) }
 func (f files) logs() string    { return filepath.Join(f.base, "logs") }
 func (f files) output() string  { return filepath.Join(f.base, "output") }
 

@@ -56,6 +56,7 @@ type keeper struct {
 
 	// What follows is used during a turn alone.
 	process process // the daemon; zero if there is none
+	beat    heartbeat
 	control control // how to speak to the daemon
 	began   time.Time
 	pause   time.Duration
@@ -172,10 +173,13 @@ func (k *keeper) lost() {
 		}
 	}
 	k.process, k.control = process{}, nil
-	if err := k.files.shut(); err != nil {
+	if err := k.shut(); err != nil {
 		k.log.Warn("remove the links to an ended MPS daemon", "gpu", k.gpu, "err", err)
 	}
 }
+
+// shut keeps new clients from the daemon, and tells the processes of containers that it is gone.
+func (k *keeper) shut() error { return errors.Join(k.beat.stop(k.files.beat()), k.files.shut()) }
 
 // later puts the next start off.
 func (k *keeper) later() {
@@ -189,15 +193,24 @@ func (k *keeper) find(p program) error {
 	if k.process.alive() {
 		return k.reachable()
 	}
-	k.lost()
-	pid, err := listener(k.files.socket())
-	switch {
-	case errors.Is(err, errNotListening):
-		return k.remains()
-	case err != nil:
-		return &Problem{Silent, err.Error()}
+	if k.process != (process{}) {
+		k.lost()
 	}
-	return k.adopt(pid, p)
+	pid, err := listener(k.files.socket())
+	if err == nil {
+		// Until it is known that this is not the GPU's daemon, its clients are not kept out: a
+		// supervisor that has just been restarted finds it so.
+		if err := k.adopt(pid, p); err != nil {
+			k.lost()
+			return err
+		}
+		return nil
+	}
+	k.lost()
+	if errors.Is(err, errNotListening) {
+		return k.remains()
+	}
+	return &Problem{Silent, err.Error()}
 }
 
 // reachable fails if the daemon lives and its sockets are gone. Without servers it is ended, so
@@ -214,7 +227,7 @@ func (k *keeper) reachable() error {
 
 // endUnreachable ends a daemon that has lost its socket, unless it has servers.
 func (k *keeper) endUnreachable(p process) error {
-	if err := k.files.shut(); err != nil {
+	if err := k.shut(); err != nil {
 		return &Problem{Files, err.Error()}
 	}
 	all, err := relatives(k.files.control())
@@ -406,6 +419,9 @@ func isSet(read float64, percent int) bool { return math.Abs(read-float64(percen
 
 // match makes the daemon's percentages those that are wanted, and opens the door when they are.
 func (k *keeper) match(ctx context.Context, want Want) error {
+	if err := errors.Join(directory(k.files.pipe(), 0o755), k.beat.open(k.files.beat())); err != nil {
+		return &Problem{Files, fmt.Sprintf("make the daemon's heartbeat for containers: %v", err)}
+	}
 	s, err := k.look(ctx)
 	if err != nil {
 		return err
@@ -460,6 +476,8 @@ func (k *keeper) look(ctx context.Context) (sight, error) {
 		k.update(func(d *Daemon) { d.Percent = 0 })
 		return s, err
 	}
-	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, sinceBoot() })
+	answered := sinceBoot()
+	k.beat.stamp(answered)
+	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, answered })
 	return s, nil
 }

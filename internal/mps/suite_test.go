@@ -80,7 +80,7 @@ func keepsADaemon(w *world) {
 			t.Errorf("%s: %v, %v; want %v", path, info.Mode(), err, mode)
 		}
 	}
-	if names := list(t, PipeDir(w.state, gpuA)); !slices.Equal(names, []string{"control", "log"}) {
+	if names := list(t, PipeDir(w.state, gpuA)); !slices.Equal(names, []string{BeatFile, "control", "log"}) {
 		t.Errorf("containers get %v", names)
 	}
 	if pid, err := listener(filepath.Join(f.pipe(), controlSocket)); pid != d.PID {
@@ -475,6 +475,10 @@ func killedAtEachStep(w *world) {
 func (w *world) killAt(step string, do, then func(c *Client)) {
 	w.t.Helper()
 	once := filepath.Join(w.t.TempDir(), "killed")
+	// The end of the step before kept what was said then.
+	if err := os.Remove(filepath.Join(w.state, rootDir, wantFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		w.t.Fatal(err)
+	}
 	stop := w.startInit(part{KillAt: step, KillOnce: once})
 	defer stop()
 	c := NewClient(w.state)
