@@ -50,6 +50,7 @@
 //	<UUID>/control/          the daemon's own directory; mode 0700, no container gets it
 //	<UUID>/pipe/             hard links of control/control and control/log, for containers
 //	<UUID>/pipe/beat         when the daemon has last answered; see beat.go
+//	<UUID>/lib/              links to the driver's libraries, if they are not where the linker looks
 //	<UUID>/output, logs/     what the daemon prints; truncated when it becomes large
 //
 // A container with control/control_privileged and a root of its own could change the percentages

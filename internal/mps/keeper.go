@@ -342,6 +342,9 @@ func (k *keeper) start(ctx context.Context, p program) error {
 	if err := k.files.prepare(); err != nil {
 		return &Problem{Files, fmt.Sprintf("prepare %s: %v", k.files.base, err)}
 	}
+	if err := k.driver.link(k.files.libraries()); err != nil {
+		return &Problem{NoProgram, fmt.Sprintf("prepare the driver's libraries for %s: %v", p.path, err)}
+	}
 	k.at("prepared")
 	output, err := os.OpenFile(k.files.output(), os.O_WRONLY|os.O_CREATE|os.O_APPEND|os.O_TRUNC, 0o600)
 	if err != nil {
