@@ -31,7 +31,7 @@ func TestHeartbeat(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, emulated(t, "555.58.02"))
 	w.run(w.hasty())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	path := w.files(gpuA).beat()
 	info, err := os.Lstat(path)
 	if err != nil {
@@ -77,7 +77,7 @@ func TestHeartbeat(t *testing.T) {
 func TestRestartKeepsTheDoorOpen(t *testing.T) {
 	t.Parallel()
 	w, _, stop := fresh(t)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	stop()
 	changed := func() time.Time {
 		info, err := os.Lstat(PipeDir(w.state, gpuA))
@@ -102,7 +102,7 @@ func TestRestartKeepsTheDoorOpen(t *testing.T) {
 func TestStop(t *testing.T) {
 	t.Parallel()
 	w, _, stop := fresh(t)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	before, err := os.Lstat(w.files(gpuA).beat())
 	if err != nil {
 		t.Fatal(err)

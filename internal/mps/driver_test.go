@@ -25,13 +25,13 @@ func TestLibraries(t *testing.T) {
 	opts := w.options()
 	opts.Driver.Libraries = []string{without}
 	_, stop := w.run(opts)
-	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); !errors.Is(d.Err(), NoProgram) || !strings.Contains(d.Err().Error(), without) {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); !errors.Is(d.Err(), NoProgram) || !strings.Contains(d.Err().Error(), without) {
 		t.Errorf("no libraries: %v", d.Err())
 	}
 	stop()
 	opts.Driver.Libraries = []string{without, with}
 	w.run(opts)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if d.Err() != nil {
 		t.Fatal(d.Err())
 	}

@@ -57,10 +57,12 @@ type keeper struct {
 	// What follows is used during a turn alone.
 	process process // the daemon; zero if there is none
 	beat    heartbeat
-	control control // how to speak to the daemon
-	began   time.Time
-	pause   time.Duration
-	notTill time.Time
+	// endOrphans is Want.EndOrphans of this round.
+	endOrphans bool
+	control    control // how to speak to the daemon
+	began      time.Time
+	pause      time.Duration
+	notTill    time.Time
 	// refused is the program that has no multi-user mode. It is not started again.
 	refused identity
 
@@ -134,6 +136,7 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 		k.lost()
 		return missing
 	}
+	k.endOrphans = want.EndOrphans
 	err := k.find(program)
 	for try := 0; try < 3 && errors.Is(err, Starting); try++ {
 		time.Sleep(busyPause)
@@ -149,6 +152,9 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 	case missing == nil:
 		k.control = k.make(program) // it may have moved
 	}
+	if want.Retire == (Identity{k.process.pid, k.process.start}) {
+		return k.retire(ctx)
+	}
 	if err := k.match(ctx, want); err != nil {
 		return err
 	}
@@ -160,6 +166,36 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 			"take the GPU out of MPS when its last client has ended", d.Version, program.path, program.version)}
 	}
 	return nil
+}
+
+// retire keeps new clients out, and ends the daemon when it has none. The next round starts another.
+// A daemon that does not answer is ended if it has no server, and so no client.
+func (k *keeper) retire(ctx context.Context) error {
+	if err := k.shut(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	k.at("shut to retire")
+	pid := k.process.pid
+	s, err := k.control.look(ctx, k.files)
+	if err == nil {
+		k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, sinceBoot() })
+		d := k.snapshot()
+		if n := d.Clients(); n > 0 {
+			return &Problem{Retiring, fmt.Sprintf("the daemon %d is replaced when its %d clients have ended", pid, n)}
+		}
+	} else {
+		all, unread := relatives(k.files.control())
+		if servers := pids(all, aServer); unread != nil || len(servers) > 0 {
+			return &Problem{Retiring, fmt.Sprintf("the daemon %d is to be replaced, and does not tell the clients of "+
+				"its servers %v: %v", pid, servers, err)}
+		}
+	}
+	if err := k.stop(ctx); err != nil {
+		return err
+	}
+	k.log.Info("ended the MPS daemon, to start another", "gpu", k.gpu, "pid", pid)
+	k.pause = 0
+	return &Problem{Retiring, fmt.Sprintf("the daemon %d has ended, and the next one is started", pid)}
 }
 
 // lost forgets a daemon that has ended, and shuts the door behind it.
@@ -271,6 +307,11 @@ func (k *keeper) remains() error {
 	}
 	if err := k.files.clear(); err != nil {
 		return &Problem{Files, fmt.Sprintf("remove the socket of a daemon that has ended: %v", err)}
+	}
+	if k.endOrphans {
+		all = slices.DeleteFunc(all, func(r relative) bool {
+			return r.role == aServer && r.kill() == nil && r.ended(endWait)
+		})
 	}
 	servers := pids(all, aServer)
 	k.servers(servers)

@@ -92,11 +92,11 @@ func refusesSingleUser(t *testing.T, j judge) {
 	j.singleUser = false
 	w := newWorld(t, j)
 	w.run(w.options())
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	c := NewClient(w.state)
 	d := w.is(c, gpuA, NoMultiUser)
 	for range 3 {
-		w.sync(Want{gpuA, 26})
+		w.sync(Want{GPU: gpuA, Percent: 26})
 	}
 	d = w.is(c, gpuA, NoMultiUser)
 	if d.Starts != 1 || d.Open || d.PID != 0 || !strings.Contains(d.Err().Error(), w.version) {
