@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 )
@@ -113,6 +114,10 @@ type process struct {
 	dead map[*gpu]bool // those that vanished since then, or were lost already
 	// charged is the memory that it has through CUDA, in bytes.
 	charged map[place]uint64
+	// mps is the server that it is a client of, nil if none. broken is what its calls of CUDA answer
+	// since its contexts have ended, Success while they have not.
+	mps    *mpsServer
+	broken Return
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -203,6 +208,7 @@ func (s *Session) Close() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.sessions, s.p)
+		w.leaveLocked(s.p)
 		w.dropSetsLocked(s.p)
 		w.releaseLocked(s.p)
 		for i := range w.ended {
@@ -263,6 +269,9 @@ func (s *Session) admitLocked(call string, h Handle) (r, late Return) {
 		} else if f.Code != Success {
 			return f.Code, Success
 		}
+	}
+	if s.p.broken != Success && strings.HasPrefix(call, "cu") {
+		return s.p.broken, Success
 	}
 	if _, open := w.sessions[s.p]; !open {
 		return Uninitialized, Success // a call that was on its way when its process died

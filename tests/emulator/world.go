@@ -43,6 +43,7 @@ type World struct {
 	busy     []busyTime
 	faults   []*fault
 	sessions map[*process]struct{}
+	mps      map[int]*mpsServer // by PID
 	sets     map[uint32]*eventSet
 	lastSet  uint32
 	shares   map[uint64]*share
@@ -169,6 +170,7 @@ func New(spec Spec) (*World, error) {
 		mig:      spec.MIG,
 		sleep:    sleep,
 		sessions: map[*process]struct{}{},
+		mps:      map[int]*mpsServer{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
 		changed:  make(chan struct{}),
@@ -511,8 +513,10 @@ type State struct {
 	CUDA      int        `json:"cuda"`
 	GPUs      []GPUState `json:"gpus"`
 	Processes []Process  `json:"processes"`
-	Faults    []Fault    `json:"faults"`
-	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
+	// MPS are the MPS servers.
+	MPS      []MPSServer `json:"mps,omitempty"`
+	Faults   []Fault     `json:"faults"`
+	Sessions []int       `json:"sessions"` // PIDs of the programs that have the driver open
 	// Board is the machine, with the links of its GPUs.
 	Board BoardState `json:"board"`
 	// DmemMin is what cgroups guarantee to those below them, because a soft limit was
@@ -573,7 +577,7 @@ func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.buryLocked()
-	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MPS: w.mpsServersLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,
