@@ -53,7 +53,7 @@ func chart(t *testing.T, of string, values ...string) []object {
 
 // switches are what the chart can be told to add to the base, by the names of kustomize's
 // directories.
-var switches = []string{"dra", "evict", "gke", "monitoring", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "stays", "driver-container", "placer", "kueue", "liqo", "cleanup"}
+var switches = []string{"dra", "evict", "gke", "monitoring", "mps", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "stays", "driver-container", "placer", "kueue", "liqo", "cleanup"}
 
 // switched are the values that turn switches on.
 func switched(on ...string) (values []string) {
@@ -95,6 +95,9 @@ func kustomized(t *testing.T, on ...string) []object {
 		case "cleanup":
 			resources = append(resources, "cleanup")
 			patches += "  - patch: '{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: gpu-agent, namespace: gpu-agent}, $patch: delete}'\n"
+			if slices.Contains(on, "mps") {
+				patches += "  - patch: '{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: gpu-agent-mps, namespace: gpu-agent}, $patch: delete}'\n"
+			}
 		default:
 			parts = append(parts, "components/"+name)
 		}

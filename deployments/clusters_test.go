@@ -202,6 +202,10 @@ func TestRenderedSELinux(t *testing.T) {
 			t.Errorf("beside %s it changes\n%s\nwant\n%s", on, strings.Join(got, "\n"), strings.Join(want, "\n"))
 		}
 	}
+	mps := flat(t, render(t, withComponent(t, "base", "components/mps", "components/selinux")))
+	if got := mps["DaemonSet gpu-agent/gpu-agent-mps.spec.template.spec.containers[mps].securityContext.seLinuxOptions.type"]; got != "spc_t" {
+		t.Errorf("the MPS daemons run as %q", got)
+	}
 	if _, ok := programFlags(t)["cap-labels"]; !ok {
 		t.Error("gpu-agent run has no flag --cap-labels")
 	}

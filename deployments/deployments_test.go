@@ -409,6 +409,7 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 	run := knows("gpu-agent run", "GPU_AGENT_", programFlags(t))
 	cleanup := knows("gpu-agent cleanup", "GPU_AGENT_", commandFlags(t, "cleanup"))
+	ofMPS := knows("gpu-agent mps", "GPU_AGENT_", commandFlags(t, "mps"))
 	ofPlacer := knows("gpu-placer run", "GPU_PLACER_", placerFlags(t))
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
@@ -439,6 +440,10 @@ func TestEnvironmentIsFlags(t *testing.T) {
 			c = cleanup
 		case "placer":
 			c = ofPlacer
+		case "components":
+			if strings.HasPrefix(f, "components/mps/") {
+				c = ofMPS
+			}
 		}
 		for _, v := range regexp.MustCompile(`GPU_(?:AGENT|PLACER)_[A-Z_]+`).FindAllString(string(text), -1) {
 			found++
@@ -540,7 +545,7 @@ func flagsOf(t *testing.T, program, command string) map[string]string {
 		}
 	}
 	delete(flags, "help")
-	if flags["domain"] == "" {
+	if flags["domain"] == "" && flags["state-dir"] == "" {
 		t.Fatalf("%s %s --help printed no flags:\n%s", program, command, help(t, program, command))
 	}
 	return flags
@@ -880,6 +885,77 @@ func TestRenderedNetworkPolicy(t *testing.T) {
 	}
 	if got := agent(t, &d).Ports[0].Name; port.Port != got || port.Protocol != "TCP" {
 		t.Errorf("the policy lets in to %+v, the agent's port is %q", port, got)
+	}
+}
+
+// The MPS daemons have a pod of their own, which nothing but an operator ends: no update of the agent or of
+// this DaemonSet, no probe and no limit. It has the agent's nodes, directory and driver, and no token.
+func TestRenderedMPS(t *testing.T) {
+	objects := render(t, withComponent(t, "base", "components/mps"))
+	agents, before := agentSet(t, objects), agentSet(t, base(t))
+	if len(objects) != len(base(t))+2 || !reflect.DeepEqual(agents, before) {
+		t.Error("the component does more than add a DaemonSet and a policy")
+	}
+	d := as[daemonSet](t, one(t, objects, "DaemonSet", "gpu-agent-mps"))
+	if got := d.Spec.UpdateStrategy.Type; got != "OnDelete" {
+		t.Errorf("it is updated %q", got)
+	}
+	if labels, agents := d.Spec.Template.Metadata.Labels, agents.Spec.Template.Metadata.Labels; len(labels) == 0 || maps.Equal(labels, agents) {
+		t.Errorf("its pods have the labels %v, and the agent's %v", labels, agents)
+	}
+	spec, of := &d.Spec.Template.Spec, &agents.Spec.Template.Spec
+	if spec.GracePeriod < 30 {
+		t.Errorf("the daemons have %d s to end", spec.GracePeriod)
+	}
+	if !spec.HostPID || spec.AutomountToken || len(spec.Containers) != 1 || len(spec.InitContainers) > 0 {
+		t.Fatalf("hostPID %v, token %v, %d containers", spec.HostPID, spec.AutomountToken, len(spec.Containers))
+	}
+	if !reflect.DeepEqual(spec.Affinity, of.Affinity) || !reflect.DeepEqual(spec.Tolerations, of.Tolerations) || spec.PriorityClassName != of.PriorityClassName {
+		t.Errorf("it runs elsewhere than the agent: %+v", spec)
+	}
+	c, ofAgent := &spec.Containers[0], agent(t, &agents)
+	if c.Image != ofAgent.Image || !slices.Equal(c.Args, []string{"mps"}) {
+		t.Errorf("it runs %q of %s", c.Args, c.Image)
+	}
+	if !reflect.DeepEqual(c.LivenessProbe, probe{}) || !reflect.DeepEqual(c.ReadinessProbe, probe{}) || len(c.Resources.Limits) > 0 || len(c.Ports) > 0 {
+		t.Errorf("it has a probe, a limit or a port: %+v", c)
+	}
+	if s := c.SecurityContext; !s.ReadOnlyRootFilesystem || len(s.Capabilities.Add) > 0 {
+		t.Errorf("security context %+v", s)
+	}
+	flags, env := commandFlags(t, "mps"), c.env()
+	if env["GPU_AGENT_DRIVER_ROOT"] != ofAgent.env()["GPU_AGENT_DRIVER_ROOT"] || len(env) != 1 {
+		t.Errorf("its variables are %v", env)
+	}
+	host := map[string]string{}
+	for _, v := range spec.Volumes {
+		if v.HostPath.Path == "" || len(v.Projected.Sources) > 0 {
+			t.Errorf("volume %+v", v)
+		}
+		host[v.Name] = v.HostPath.Path
+	}
+	want := map[string]string{flags["state-dir"]: flags["state-dir"], env["GPU_AGENT_DRIVER_ROOT"]: "/", "/dev": "/dev"}
+	for _, m := range c.VolumeMounts {
+		if want[m.MountPath] != host[m.Name] || m.MountPropagation == "Bidirectional" || m.ReadOnly != (host[m.Name] == "/") {
+			t.Errorf("mount %+v of %s", m, host[m.Name])
+		}
+		delete(want, m.MountPath)
+	}
+	if len(want) > 0 || flags["state-dir"] != programFlags(t)["state-dir"] {
+		t.Errorf("no mounts for %v", want)
+	}
+	p := as[struct {
+		header `yaml:",inline"`
+		Spec   struct {
+			PodSelector struct {
+				MatchLabels map[string]string `yaml:"matchLabels"`
+			} `yaml:"podSelector"`
+			PolicyTypes     []string `yaml:"policyTypes"`
+			Ingress, Egress []any
+		}
+	}](t, one(t, objects, "NetworkPolicy", "gpu-agent-mps"))
+	if !maps.Equal(p.Spec.PodSelector.MatchLabels, d.Spec.Template.Metadata.Labels) || len(p.Spec.PolicyTypes) != 2 || len(p.Spec.Ingress)+len(p.Spec.Egress) > 0 {
+		t.Errorf("its network policy: %+v", p.Spec)
 	}
 }
 

@@ -56,6 +56,7 @@ type podSpec struct {
 	RuntimeClassName   string `yaml:"runtimeClassName"`
 	PriorityClassName  string `yaml:"priorityClassName"`
 	HostPID            bool   `yaml:"hostPID"`
+	GracePeriod        int    `yaml:"terminationGracePeriodSeconds"`
 	Affinity           struct {
 		NodeAffinity struct {
 			Required struct {

@@ -49,6 +49,8 @@
 //	lock                     held by the running supervisor
 //	<UUID>/control/          the daemon's own directory; mode 0700, no container gets it
 //	<UUID>/pipe/             hard links of control/control and control/log, for containers
+//	<UUID>/pipe/beat         when the daemon has last answered; see beat.go
+//	<UUID>/lib/              links to the driver's libraries, if they are not where the linker looks
 //	<UUID>/output, logs/     what the daemon prints; truncated when it becomes large
 //
 // A container with control/control_privileged and a root of its own could change the percentages
@@ -74,14 +76,16 @@
 // # Limits
 //
 // Without a socket in PipeDir a program runs, without MPS. So a directory that is not open holds no
-// program back: the caller refuses containers while there is a Problem, or Answered is old.
+// program back: the caller refuses containers while there is a Problem, or Answered is old. The
+// library in a container reads beat, and refuses CUDA while it is old.
 //
 // A driver whose daemon has no multi-user mode is refused ([NoMultiUser]): 550 and older. The
 // supervisor must be in the host's PID namespace, or no PID means anything. Root in a container may
 // tell its daemon to detach other clients, and to change a server's percentage until the next round
 // sets it back. It may keep the daemon's one place for a control program; then Answered grows old.
 // The package does not know partitions, containers or memory
-// limits, sets no compute mode, and never uses MPS's memory limits. It ends no daemon that hangs.
+// limits, sets no compute mode, and never uses MPS's memory limits. It ends a daemon that hangs only if that has no server
+// and is to be replaced.
 //
 // # MPS v3
 //

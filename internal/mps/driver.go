@@ -7,26 +7,64 @@ import (
 	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 )
 
-// Driver says where the driver's files are.
+// Driver says where the driver's files may be. They may come and go, as those of a driver in a
+// container do.
 type Driver struct {
-	// Programs is the directories that have the driver's programs; the first comes first. The
+	// Programs is the directories that may have the driver's programs; the first comes first. The
 	// daemon finds its server in them.
 	Programs []string
-	// Libraries is the directory of the driver's libraries, for the dynamic linker; empty if it
-	// finds them by itself.
-	Libraries string
+	// Libraries is the directories that may have the driver's libraries; the first that has the
+	// CUDA driver counts. Empty if the dynamic linker finds them by itself.
+	Libraries []string
+}
+
+// cudaLibrary is the library that a server needs.
+const cudaLibrary = "libcuda.so.1"
+
+// driverLibraries matches a driver's libraries. Their directory may have others, a C library above
+// all, which do not go together with this system's dynamic linker.
+var driverLibraries = []string{"libcuda.so*", "libnvidia-*.so*"}
+
+// link makes dir have links to all libraries of the driver and nothing else. It does nothing
+// without Libraries.
+func (d Driver) link(dir string) error {
+	if len(d.Libraries) == 0 {
+		return nil
+	}
+	from := slices.IndexFunc(d.Libraries, func(from string) bool {
+		_, err := os.Stat(filepath.Join(from, cudaLibrary))
+		return err == nil
+	})
+	if from < 0 {
+		return fmt.Errorf("find %s in %s", cudaLibrary, strings.Join(d.Libraries, ", "))
+	}
+	if err := errors.Join(os.RemoveAll(dir), os.MkdirAll(dir, 0o755)); err != nil {
+		return err
+	}
+	var errs []error
+	for _, pattern := range driverLibraries {
+		paths, err := filepath.Glob(filepath.Join(d.Libraries[from], pattern))
+		errs = append(errs, err)
+		for _, path := range paths {
+			errs = append(errs, os.Symlink(path, filepath.Join(dir, filepath.Base(path))))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // controlProgram is both the daemon and the program that speaks to it.
@@ -75,7 +113,7 @@ func (d Driver) find(v *versions) (program, error) {
 		return program{path, version, identify(info)}, nil
 	}
 	return program{}, &Problem{NoProgram, fmt.Sprintf("find %s in %s: install the driver's package with MPS",
-		controlProgram, filepath.Join(d.Programs...))}
+		controlProgram, strings.Join(d.Programs, ", "))}
 }
 
 // running returns the version of the program that a process runs, also if its file is replaced.

@@ -89,9 +89,9 @@ func fresh(t *testing.T) (*world, *Supervisor, func()) {
 func TestClients(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	first := w.clients(2)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	want := []int{first[0].pid, first[1].pid}
 	slices.Sort(want)
 	if d.Err() != nil || len(d.Servers) != 1 || d.Servers[0].Percent != 26 || d.Servers[0].Status != Active || !slices.Equal(d.Servers[0].Clients, want) {
@@ -101,7 +101,7 @@ func TestClients(t *testing.T) {
 		t.Errorf("the first context has %s %%", first[0].percent)
 	}
 	server := d.Servers[0].PID
-	d = daemonOf(w.sync(Want{gpuA, 50}), gpuA)
+	d = daemonOf(w.sync(Want{GPU: gpuA, Percent: 50}), gpuA)
 	if d.Err() != nil || d.Percent != 50 || d.Servers[0].PID != server || d.Servers[0].Percent != 50 {
 		t.Errorf("50 %%: %+v", d)
 	}
@@ -117,7 +117,7 @@ func TestClients(t *testing.T) {
 		return nil
 	})
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Status: "FAULT"})
-	if d = daemonOf(w.sync(Want{gpuA, 50}), gpuA); d.Servers[0].Status != Fault {
+	if d = daemonOf(w.sync(Want{GPU: gpuA, Percent: 50}), gpuA); d.Servers[0].Status != Fault {
 		t.Errorf("a fault: %+v", d)
 	}
 }
@@ -128,7 +128,7 @@ func TestNoServerBeforeThePercentage(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Deaf: []string{"set_default_active_thread_percentage"}})
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if !errors.Is(d.Err(), NotTaken) || d.Open || d.Percent != 100 {
 		t.Errorf("%+v, problem %v", d, d.Err())
 	}
@@ -142,7 +142,7 @@ func TestNoServerBeforeThePercentage(t *testing.T) {
 	// The server's, too.
 	w.clients(1)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Deaf: []string{"set_active_thread_percentage"}})
-	if d := daemonOf(w.sync(Want{gpuA, 50}), gpuA); !errors.Is(d.Err(), NotTaken) || d.Percent != 50 || d.Servers[0].Percent != 26 {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 50}), gpuA); !errors.Is(d.Err(), NotTaken) || d.Percent != 50 || d.Servers[0].Percent != 26 {
 		t.Errorf("the server takes nothing: %+v, problem %v", d, d.Err())
 	}
 }
@@ -151,9 +151,9 @@ func TestNoServerBeforeThePercentage(t *testing.T) {
 func TestAnswers(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	w.clients(1)
-	pid := daemonOf(w.sync(Want{gpuA, 26}), gpuA).PID
+	pid := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA).PID
 	const percent, servers = "get_default_active_thread_percentage", "get_server_list"
 	for _, c := range []struct{ word, say string }{
 		{percent, ""}, {percent, "\n"}, {percent, "26.0"}, {percent, "NaN\n"}, {percent, "0.0\n"}, {percent, "100.1\n"}, {percent, "26.0\n26.0\n"},
@@ -164,18 +164,18 @@ func TestAnswers(t *testing.T) {
 		{"get_active_thread_percentage", "\xff\xfe\n"},
 	} {
 		mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Say: map[string]string{c.word: c.say}})
-		d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+		d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 		if !errors.Is(d.Err(), Unreadable) || d.PID != pid || d.Percent != 0 || len(d.Problem.Text) > 4<<10 {
 			t.Errorf("%s answers %.20q: %+v, problem %v", c.word, c.say, d, d.Err())
 		}
 	}
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{})
-	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); d.Err() != nil || d.PID != pid || len(d.Servers) != 1 {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); d.Err() != nil || d.PID != pid || len(d.Servers) != 1 {
 		t.Errorf("it answers again: %+v, problem %v", d, d.Err())
 	}
 	// A server that ends between two questions is no failure.
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Say: map[string]string{servers: "4194303\n"}})
-	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); d.Err() != nil || len(d.Servers) != 0 {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); d.Err() != nil || len(d.Servers) != 0 {
 		t.Errorf("a server has ended: %+v, problem %v", d, d.Err())
 	}
 }
@@ -185,7 +185,7 @@ func TestDetach(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, emulated(t, "555.58.02"))
 	s, _ := w.run(w.hasty())
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	w.is(NewClient(w.state), gpuA, "")
 	all := w.clients(3)
 	c := NewClient(w.state)
@@ -244,9 +244,9 @@ func TestOrphans(t *testing.T) {
 	t.Parallel()
 	w, _, stop := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Outlive: true})
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	w.clients(1)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	server := d.Servers[0].PID
 	if err := (process{d.PID, d.Start}).signal(unix.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -290,7 +290,7 @@ func TestContainersAreNotBelieved(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = tenant.Process.Kill(); _ = tenant.Wait() })
-	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); d.Err() != nil || d.PID == 0 {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); d.Err() != nil || d.PID == 0 {
 		t.Errorf("%+v, problem %v", d, d.Err())
 	}
 	w.sync()
@@ -303,9 +303,9 @@ func TestContainersAreNotBelieved(t *testing.T) {
 func TestUnreachable(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	one := w.clients(1)[0]
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if err := os.RemoveAll(w.files(gpuA).control()); err != nil {
 		t.Fatal(err)
 	}
@@ -323,7 +323,7 @@ func TestUnreachable(t *testing.T) {
 func TestOutdated(t *testing.T) {
 	t.Parallel()
 	w, _, stop := fresh(t)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	mpstest.Replace(t, w.driver.Programs[0], "580.65.06")
 	c := NewClient(w.state)
 	for range 2 {
@@ -335,7 +335,7 @@ func TestOutdated(t *testing.T) {
 		_, stop = w.run(w.options())
 	}
 	w.sync()
-	if d := daemonOf(w.sync(Want{gpuA, 26}), gpuA); d.Err() != nil || d.Version != "580.65.06" {
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); d.Err() != nil || d.Version != "580.65.06" {
 		t.Errorf("in and out again: %+v, problem %v", d, d.Err())
 	}
 	// The driver's program is gone: what runs goes on, and is not asked any more.
@@ -355,7 +355,7 @@ func TestDoesNotStart(t *testing.T) {
 	w, _, _ := fresh(t)
 	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{DieAtStart: true})
 	began := time.Now()
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	c := NewClient(w.state)
 	var d Daemon
 	for time.Since(began) < 1200*time.Millisecond {
@@ -373,7 +373,7 @@ func TestDoesNotStart(t *testing.T) {
 func TestOutputIsBounded(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	f := w.files(gpuA)
 	for _, path := range []string{f.output(), filepath.Join(f.logs(), "server.log")} {
 		out, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND|os.O_CREATE, 0o600)
@@ -385,8 +385,8 @@ func TestOutputIsBounded(t *testing.T) {
 		}
 		_ = out.Close()
 	}
-	w.sync(Want{gpuA, 26})
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	for _, path := range []string{f.output(), filepath.Join(f.logs(), "server.log")} {
 		if info, err := os.Stat(path); err != nil || info.Size() > mostOutput/2 {
 			t.Errorf("%s has %d bytes, %v", path, info.Size(), err)

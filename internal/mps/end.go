@@ -10,10 +10,22 @@ import (
 	"time"
 )
 
-// end ends all of the GPU's processes of MPS, and removes its directory: first the door, then the
-// daemon by its own command, and by force what is left. Processes of others are left alone.
+// end ends all of the GPU's processes of MPS, and removes its directory.
 func (k *keeper) end(ctx context.Context) error {
-	if err := k.files.shut(); err != nil {
+	if err := k.stop(ctx); err != nil {
+		return err
+	}
+	k.beat.close()
+	if err := k.files.remove(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	return nil
+}
+
+// stop ends all of the GPU's processes of MPS: first the door, then the daemon by its own command,
+// and by force what is left. Processes of others are left alone.
+func (k *keeper) stop(ctx context.Context) error {
+	if err := k.shut(); err != nil {
 		return &Problem{Files, err.Error()}
 	}
 	k.at("shut")
@@ -42,9 +54,6 @@ func (k *keeper) end(ctx context.Context) error {
 		return &Problem{Files, err.Error()}
 	}
 	k.at("cleared")
-	if err := k.files.remove(); err != nil {
-		return &Problem{Files, err.Error()}
-	}
 	return nil
 }
 
@@ -161,7 +170,7 @@ func (k *keeper) detachOne(ctx context.Context, client int) Outcome {
 }
 
 // End ends all daemons below a state directory that no supervisor has, and forgets what agents have
-// said. It is what Init does last, and what a clean-up of the node does.
+// said. It is what a clean-up of the node does. The error wraps gpu.ErrInUse if a supervisor runs.
 func End(ctx context.Context, opts Options) error {
 	s, err := New(opts)
 	if err != nil {
@@ -172,16 +181,36 @@ func End(ctx context.Context, opts Options) error {
 		return err
 	}
 	s.adoptWantsLocked(nil)
+	if err := s.endAll(ctx, (*keeper).end); err != nil {
+		return err
+	}
+	return s.root.Remove(wantFile)
+}
+
+// Stop ends all daemons as End does, and keeps what agents have said and the directories that
+// containers have mounted. So the next supervisor goes on, and containers that are still there
+// reach its daemons. It is what Init does last.
+func Stop(ctx context.Context, opts Options) error {
+	s, err := New(opts)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	return s.endAll(ctx, (*keeper).stop)
+}
+
+// endAll ends the daemons of all GPUs that are wanted or have a directory.
+func (s *Supervisor) endAll(ctx context.Context, end func(*keeper, context.Context) error) error {
 	var errs []error
 	for u := range s.allLocked() {
-		r := s.newRounds(u)
-		if !r.round(ctx, nil) {
-			d := r.snapshot()
-			errs = append(errs, d.Err())
+		k := s.newRounds(u).keeper
+		if err := end(k, ctx); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", u, err))
 		}
+		k.beat.close()
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("end the daemons of MPS: %w", err)
 	}
-	return s.root.Remove(wantFile)
+	return nil
 }

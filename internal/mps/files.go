@@ -30,8 +30,12 @@ type files struct{ base string }
 
 func (f files) control() string { return filepath.Join(f.base, "control") }
 func (f files) pipe() string    { return filepath.Join(f.base, "pipe") }
-func (f files) logs() string    { return filepath.Join(f.base, "logs") }
-func (f files) output() string  { return filepath.Join(f.base, "output") }
+func (f files) beat() string    { return filepath.Join(f.pipe(), BeatFile) }
+
+// libraries is a directory of links to the driver's libraries.
+func (f files) libraries() string { return filepath.Join(f.base, "lib") }
+func (f files) logs() string      { return filepath.Join(f.base, "logs") }
+func (f files) output() string    { return filepath.Join(f.base, "output") }
 
 // Names that the daemon gives its files.
 const (

@@ -19,8 +19,7 @@ import (
 type InitOptions struct {
 	// Supervisor is the arguments of the supervisor's process, with the program's path first.
 	Supervisor []string
-	// Last ends the daemons when ctx has ended and the supervisor too, as Sync without wants does.
-	// Nil leaves them to the end of the pod.
+	// Last ends the daemons when ctx has ended and the supervisor too, as Stop does. Nil leaves them to the end of the pod.
 	Last func(ctx context.Context) error
 	// Pause is the time before a supervisor is started again; 100 ms if zero. It doubles up to
 	// LongestPause while supervisors end soon after their start.

@@ -56,10 +56,13 @@ type keeper struct {
 
 	// What follows is used during a turn alone.
 	process process // the daemon; zero if there is none
-	control control // how to speak to the daemon
-	began   time.Time
-	pause   time.Duration
-	notTill time.Time
+	beat    heartbeat
+	// endOrphans is Want.EndOrphans of this round.
+	endOrphans bool
+	control    control // how to speak to the daemon
+	began      time.Time
+	pause      time.Duration
+	notTill    time.Time
 	// refused is the program that has no multi-user mode. It is not started again.
 	refused identity
 
@@ -133,6 +136,7 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 		k.lost()
 		return missing
 	}
+	k.endOrphans = want.EndOrphans
 	err := k.find(program)
 	for try := 0; try < 3 && errors.Is(err, Starting); try++ {
 		time.Sleep(busyPause)
@@ -148,6 +152,9 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 	case missing == nil:
 		k.control = k.make(program) // it may have moved
 	}
+	if want.Retire == (Identity{k.process.pid, k.process.start}) {
+		return k.retire(ctx)
+	}
 	if err := k.match(ctx, want); err != nil {
 		return err
 	}
@@ -161,6 +168,36 @@ func (k *keeper) keep(ctx context.Context, want Want) error {
 	return nil
 }
 
+// retire keeps new clients out, and ends the daemon when it has none. The next round starts another.
+// A daemon that does not answer is ended if it has no server, and so no client.
+func (k *keeper) retire(ctx context.Context) error {
+	if err := k.shut(); err != nil {
+		return &Problem{Files, err.Error()}
+	}
+	k.at("shut to retire")
+	pid := k.process.pid
+	s, err := k.control.look(ctx, k.files)
+	if err == nil {
+		k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, sinceBoot() })
+		d := k.snapshot()
+		if n := d.Clients(); n > 0 {
+			return &Problem{Retiring, fmt.Sprintf("the daemon %d is replaced when its %d clients have ended", pid, n)}
+		}
+	} else {
+		all, unread := relatives(k.files.control())
+		if servers := pids(all, aServer); unread != nil || len(servers) > 0 {
+			return &Problem{Retiring, fmt.Sprintf("the daemon %d is to be replaced, and does not tell the clients of "+
+				"its servers %v: %v", pid, servers, err)}
+		}
+	}
+	if err := k.stop(ctx); err != nil {
+		return err
+	}
+	k.log.Info("ended the MPS daemon, to start another", "gpu", k.gpu, "pid", pid)
+	k.pause = 0
+	return &Problem{Retiring, fmt.Sprintf("the daemon %d has ended, and the next one is started", pid)}
+}
+
 // lost forgets a daemon that has ended, and shuts the door behind it.
 func (k *keeper) lost() {
 	if k.process != (process{}) {
@@ -172,10 +209,13 @@ func (k *keeper) lost() {
 		}
 	}
 	k.process, k.control = process{}, nil
-	if err := k.files.shut(); err != nil {
+	if err := k.shut(); err != nil {
 		k.log.Warn("remove the links to an ended MPS daemon", "gpu", k.gpu, "err", err)
 	}
 }
+
+// shut keeps new clients from the daemon, and tells the processes of containers that it is gone.
+func (k *keeper) shut() error { return errors.Join(k.beat.stop(k.files.beat()), k.files.shut()) }
 
 // later puts the next start off.
 func (k *keeper) later() {
@@ -189,15 +229,24 @@ func (k *keeper) find(p program) error {
 	if k.process.alive() {
 		return k.reachable()
 	}
-	k.lost()
-	pid, err := listener(k.files.socket())
-	switch {
-	case errors.Is(err, errNotListening):
-		return k.remains()
-	case err != nil:
-		return &Problem{Silent, err.Error()}
+	if k.process != (process{}) {
+		k.lost()
 	}
-	return k.adopt(pid, p)
+	pid, err := listener(k.files.socket())
+	if err == nil {
+		// Until it is known that this is not the GPU's daemon, its clients are not kept out: a
+		// supervisor that has just been restarted finds it so.
+		if err := k.adopt(pid, p); err != nil {
+			k.lost()
+			return err
+		}
+		return nil
+	}
+	k.lost()
+	if errors.Is(err, errNotListening) {
+		return k.remains()
+	}
+	return &Problem{Silent, err.Error()}
 }
 
 // reachable fails if the daemon lives and its sockets are gone. Without servers it is ended, so
@@ -214,7 +263,7 @@ func (k *keeper) reachable() error {
 
 // endUnreachable ends a daemon that has lost its socket, unless it has servers.
 func (k *keeper) endUnreachable(p process) error {
-	if err := k.files.shut(); err != nil {
+	if err := k.shut(); err != nil {
 		return &Problem{Files, err.Error()}
 	}
 	all, err := relatives(k.files.control())
@@ -258,6 +307,11 @@ func (k *keeper) remains() error {
 	}
 	if err := k.files.clear(); err != nil {
 		return &Problem{Files, fmt.Sprintf("remove the socket of a daemon that has ended: %v", err)}
+	}
+	if k.endOrphans {
+		all = slices.DeleteFunc(all, func(r relative) bool {
+			return r.role == aServer && r.kill() == nil && r.ended(endWait)
+		})
 	}
 	servers := pids(all, aServer)
 	k.servers(servers)
@@ -328,6 +382,9 @@ func (k *keeper) start(ctx context.Context, p program) error {
 	}
 	if err := k.files.prepare(); err != nil {
 		return &Problem{Files, fmt.Sprintf("prepare %s: %v", k.files.base, err)}
+	}
+	if err := k.driver.link(k.files.libraries()); err != nil {
+		return &Problem{NoProgram, fmt.Sprintf("prepare the driver's libraries for %s: %v", p.path, err)}
 	}
 	k.at("prepared")
 	output, err := os.OpenFile(k.files.output(), os.O_WRONLY|os.O_CREATE|os.O_APPEND|os.O_TRUNC, 0o600)
@@ -406,6 +463,9 @@ func isSet(read float64, percent int) bool { return math.Abs(read-float64(percen
 
 // match makes the daemon's percentages those that are wanted, and opens the door when they are.
 func (k *keeper) match(ctx context.Context, want Want) error {
+	if err := errors.Join(directory(k.files.pipe(), 0o755), k.beat.open(k.files.beat())); err != nil {
+		return &Problem{Files, fmt.Sprintf("make the daemon's heartbeat for containers: %v", err)}
+	}
 	s, err := k.look(ctx)
 	if err != nil {
 		return err
@@ -460,6 +520,8 @@ func (k *keeper) look(ctx context.Context) (sight, error) {
 		k.update(func(d *Daemon) { d.Percent = 0 })
 		return s, err
 	}
-	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, sinceBoot() })
+	answered := sinceBoot()
+	k.beat.stamp(answered)
+	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, answered })
 	return s, nil
 }

@@ -201,6 +201,9 @@ func listener(path string) (int, error) {
 	return int(cred.Pid), nil
 }
 
+// Now returns the time of Daemon.Answered's clock.
+func (c *Client) Now() time.Duration { return sinceBoot() }
+
 // sinceBoot returns CLOCK_BOOTTIME.
 func sinceBoot() time.Duration {
 	var now unix.Timespec

@@ -25,19 +25,12 @@ var (
 	update = flag.Bool("update", false, "with -real: record transcripts of NVIDIA's own programs anew")
 )
 
-const pool = "pool/non-free/n/nvidia-graphics-drivers/nvidia-cuda-mps_"
-
 // reals are the drivers that Debian's archive has MPS of, oldest first. A server needs a card, so
 // their daemons have none here.
 var reals = []struct {
 	version   string
 	multiUser bool
-	deb       archive.Package
-}{
-	{"535.261.03", false, archive.Package{Pool: pool + "535.261.03-1_amd64.deb", Sum: "1341544805aa9c839af45bac5a4bd697cb3eb43105eec439bfba60a8e13ba35a"}},
-	{"550.163.01", false, archive.Package{Pool: pool + "550.163.01-2_amd64.deb", Sum: "7da3f29e5ad3390d9fddab7042fa6e9a76df85a69d69efc40401df2f83874764"}},
-	{"555.58.02", true, archive.Package{Pool: pool + "555.58.02-4_amd64.deb", Sum: "7f68f5de74d4ab4fa3182e23bcb7eaa8fd86e54cb8f406f4bebdee963cd4b725"}},
-}
+}{{"535.261.03", false}, {"550.163.01", false}, {"555.58.02", true}}
 
 // each runs a test with each of NVIDIA's own.
 func each(t *testing.T, test func(t *testing.T, j judge)) {
@@ -53,7 +46,7 @@ func each(t *testing.T, test func(t *testing.T, j judge)) {
 	}
 	for _, r := range reals {
 		t.Run(r.version, func(t *testing.T) {
-			tree, err := r.deb.Tree(t.Context())
+			tree, err := archive.MPS[r.version].Tree(t.Context())
 			switch {
 			case errors.Is(err, archive.ErrHash):
 				t.Fatal(err)
@@ -92,11 +85,11 @@ func refusesSingleUser(t *testing.T, j judge) {
 	j.singleUser = false
 	w := newWorld(t, j)
 	w.run(w.options())
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	c := NewClient(w.state)
 	d := w.is(c, gpuA, NoMultiUser)
 	for range 3 {
-		w.sync(Want{gpuA, 26})
+		w.sync(Want{GPU: gpuA, Percent: 26})
 	}
 	d = w.is(c, gpuA, NoMultiUser)
 	if d.Starts != 1 || d.Open || d.PID != 0 || !strings.Contains(d.Err().Error(), w.version) {

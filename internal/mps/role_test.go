@@ -65,7 +65,7 @@ func role2exit(text string) int {
 		text, _ := json.Marshal(p)
 		_ = os.Setenv(roleVariable, string(text))
 		err = Init(ctx, InitOptions{Supervisor: []string{"/proc/self/exe"}, Pause: 10 * time.Millisecond, Logger: opts.Logger,
-			Last: func(ctx context.Context) error { return End(ctx, opts) }})
+			Last: func(ctx context.Context) error { return Stop(ctx, opts) }})
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

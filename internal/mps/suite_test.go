@@ -66,7 +66,7 @@ func keepsADaemon(w *world) {
 	if st := w.sync(); len(st.Daemons) != 0 || !st.Known {
 		t.Errorf("nothing is wanted: %+v", st)
 	}
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if d.Err() != nil || d.PID == 0 || d.Percent != 26 || d.Version != w.version || !d.Open || d.Starts != 1 || d.Servers != nil {
 		t.Fatalf("the daemon is %+v, problem %v", d, d.Err())
 	}
@@ -80,13 +80,13 @@ func keepsADaemon(w *world) {
 			t.Errorf("%s: %v, %v; want %v", path, info.Mode(), err, mode)
 		}
 	}
-	if names := list(t, PipeDir(w.state, gpuA)); !slices.Equal(names, []string{"control", "log"}) {
+	if names := list(t, PipeDir(w.state, gpuA)); !slices.Equal(names, []string{BeatFile, "control", "log"}) {
 		t.Errorf("containers get %v", names)
 	}
 	if pid, err := listener(filepath.Join(f.pipe(), controlSocket)); pid != d.PID {
 		t.Errorf("process %d listens at the link, %v; want %d", pid, err, d.PID)
 	}
-	again := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	again := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if again.PID != d.PID || again.Start != d.Start || again.Starts != 1 || again.Answered <= d.Answered {
 		t.Errorf("said twice: %+v, was %+v", again, d)
 	}
@@ -115,9 +115,9 @@ func list(t testing.TB, dir string) (names []string) {
 
 func changesThePercentage(w *world) {
 	w.run(w.options())
-	pid := daemonOf(w.sync(Want{gpuA, 26}), gpuA).PID
+	pid := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA).PID
 	for _, percent := range []int{100, 1, 50} {
-		d := daemonOf(w.sync(Want{gpuA, percent}), gpuA)
+		d := daemonOf(w.sync(Want{GPU: gpuA, Percent: percent}), gpuA)
 		if d.Err() != nil || d.PID != pid || d.Percent != float64(percent) {
 			w.t.Errorf("%d %%: %+v, problem %v", percent, d, d.Err())
 		}
@@ -127,7 +127,7 @@ func changesThePercentage(w *world) {
 
 func killedDaemonIsReplaced(w *world) {
 	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	old := process{d.PID, d.Start}
 	if err := old.signal(unix.SIGKILL); err != nil {
 		w.t.Fatal(err)
@@ -149,7 +149,7 @@ func killedDaemonIsReplaced(w *world) {
 
 func quitDaemonIsReplaced(w *world) {
 	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	old := process{d.PID, d.Start}
 	eventually(w.t, "quit", func() error { // another program may speak to it
 		cmd := exec.Command(filepath.Join(w.driver.Programs[0], controlProgram))
@@ -179,7 +179,7 @@ func must[T any](v T, err error) T {
 
 func stoppedDaemonIsSilent(w *world) {
 	_, stop := w.run(w.hasty())
-	w.sync(Want{gpuA, 26}, Want{gpuB, 50})
+	w.sync(Want{GPU: gpuA, Percent: 26}, Want{GPU: gpuB, Percent: 50})
 	d := w.is(NewClient(w.state), gpuA, "")
 	old := process{d.PID, d.Start}
 	if err := old.signal(unix.SIGSTOP); err != nil {
@@ -217,7 +217,7 @@ func stoppedDaemonIsSilent(w *world) {
 // stoppedDaemonEnds: a daemon that hangs is ended by force when it is not wanted.
 func stoppedDaemonEnds(w *world) {
 	w.run(w.hasty())
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	d := w.is(NewClient(w.state), gpuA, "")
 	if err := (process{d.PID, d.Start}).signal(unix.SIGSTOP); err != nil {
 		w.t.Fatal(err)
@@ -238,7 +238,7 @@ func directoryGone(w *world) {
 	w.run(w.options())
 	c := NewClient(w.state)
 	for _, gone := range []string{w.files(gpuA).control(), w.files(gpuA).pipe(), w.files(gpuA).base} {
-		old := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+		old := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 		if err := os.RemoveAll(gone); err != nil {
 			w.t.Fatal(err)
 		}
@@ -261,7 +261,7 @@ func directoryGone(w *world) {
 
 func staleSocket(w *world) {
 	_, stop := w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	stop()
 	old := process{d.PID, d.Start}
 	if err := old.signal(unix.SIGKILL); err != nil || !old.ended(5*time.Second) {
@@ -285,7 +285,7 @@ func staleSocket(w *world) {
 // reads back and sets what was changed meanwhile.
 func successorAdopts(w *world) {
 	_, stop := w.run(w.options())
-	first := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	first := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	for range 10 {
 		stop()
 		w.tell(gpuA, "set_default_active_thread_percentage 90")
@@ -320,7 +320,7 @@ func foreignDaemonIsLeftAlone(w *world) {
 		go func() { reaped <- cmd.Wait() }()
 		eventually(w.t, "it listens", func() error { _, err := listener(f.socket()); return err })
 		_, stop := w.run(w.options())
-		w.sync(Want{gpuA, 26})
+		w.sync(Want{GPU: gpuA, Percent: 26})
 		d := w.is(NewClient(w.state), gpuA, Foreign)
 		if d.Open || d.PID != 0 || d.Starts != 0 {
 			w.t.Errorf("%s: %+v", other, d)
@@ -337,7 +337,7 @@ func foreignDaemonIsLeftAlone(w *world) {
 
 func setBehindOurBack(w *world) {
 	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	w.tell(gpuA, "set_default_active_thread_percentage 100")
 	eventually(w.t, "it is set back", func() error {
 		if said := w.tell(gpuA, "get_default_active_thread_percentage"); said != "26.0\n" {
@@ -352,7 +352,7 @@ func setBehindOurBack(w *world) {
 // its daemon is silent, and nothing is ended or started.
 func anotherProgramSpeaks(w *world) {
 	w.run(w.hasty())
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	d := w.is(NewClient(w.state), gpuA, "")
 	c := NewClient(w.state)
 	eventually(w.t, "another program has the place", func() error {
@@ -383,7 +383,7 @@ func anotherProgramSpeaks(w *world) {
 // or ends the daemon.
 func rootInAContainer(w *world) {
 	w.run(w.options())
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	if err := os.Link(filepath.Join(PipeDir(w.state, gpuA), controlSocket), filepath.Join(w.state, privileged)); err != nil {
 		w.t.Fatal(err)
 	}
@@ -407,13 +407,13 @@ func rootInAContainer(w *world) {
 
 func twoGPUs(w *world) {
 	w.run(w.options())
-	st := w.sync(Want{gpuB, 50}, Want{gpuA, 26})
+	st := w.sync(Want{GPU: gpuB, Percent: 50}, Want{GPU: gpuA, Percent: 26})
 	if len(st.Daemons) != 2 || st.Daemons[0].GPU != gpuA || st.Daemons[0].PID == st.Daemons[1].PID {
 		w.t.Fatalf("%+v", st)
 	}
 	w.oneDaemon(gpuA, st.Daemons[0].PID, "26.0")
 	w.oneDaemon(gpuB, st.Daemons[1].PID, "50.0")
-	if st = w.sync(Want{gpuB, 50}); len(st.Daemons) != 1 || st.Daemons[0].Starts != 1 {
+	if st = w.sync(Want{GPU: gpuB, Percent: 50}); len(st.Daemons) != 1 || st.Daemons[0].Starts != 1 {
 		w.t.Errorf("the other's daemon: %+v", st)
 	}
 	w.oneDaemon(gpuB, st.Daemons[0].PID, "50.0")
@@ -434,9 +434,9 @@ func killedAtEachStep(w *world) {
 	}
 	for _, step := range steps["start"] {
 		w.killAt(step, func(c *Client) {
-			_, _ = c.Sync(w.t.Context(), []Want{{gpuA, 26}})
+			_, _ = c.Sync(w.t.Context(), []Want{{GPU: gpuA, Percent: 26}})
 		}, func(c *Client) {
-			w.sync(Want{gpuA, 26})
+			w.sync(Want{GPU: gpuA, Percent: 26})
 			d := w.is(c, gpuA, "")
 			w.oneDaemon(gpuA, d.PID, "26.0")
 			if step != "saved" && step != "prepared" && d.Starts != 0 {
@@ -451,7 +451,7 @@ func killedAtEachStep(w *world) {
 				_, _ = c.Sync(w.t.Context(), nil)
 				return
 			}
-			_, _ = c.Sync(w.t.Context(), []Want{{gpuA, 26}})
+			_, _ = c.Sync(w.t.Context(), []Want{{GPU: gpuA, Percent: 26}})
 			_, _ = c.Sync(w.t.Context(), nil)
 		}, func(c *Client) {
 			eventually(w.t, "all has ended", func() error {
@@ -475,6 +475,10 @@ func killedAtEachStep(w *world) {
 func (w *world) killAt(step string, do, then func(c *Client)) {
 	w.t.Helper()
 	once := filepath.Join(w.t.TempDir(), "killed")
+	// The end of the step before kept what was said then.
+	if err := os.Remove(filepath.Join(w.state, rootDir, wantFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		w.t.Fatal(err)
+	}
 	stop := w.startInit(part{KillAt: step, KillOnce: once})
 	defer stop()
 	c := NewClient(w.state)
@@ -533,7 +537,7 @@ func (w *world) startInit(p part) (stop func()) {
 func initKeepsTheSupervisor(w *world) {
 	stop := w.startInit(part{})
 	c := NewClient(w.state)
-	w.sync(Want{gpuA, 26})
+	w.sync(Want{GPU: gpuA, Percent: 26})
 	first := w.is(c, gpuA, "")
 	parent := func(pid int) string { return stat(w.t, pid)[1] }
 	init := parent(first.PID)

@@ -292,6 +292,11 @@ func (s *Supervisor) newRounds(u gpu.UUID) *rounds {
 func (s *Supervisor) keep(ctx context.Context, r *rounds) {
 	tick := time.NewTicker(s.opts.Beat)
 	defer tick.Stop()
+	defer func() {
+		r.turn <- struct{}{}
+		r.beat.close()
+		<-r.turn
+	}()
 	for {
 		s.mu.Lock()
 		asked := r.asked

@@ -49,8 +49,8 @@ func (v v2) daemon(f files, u gpu.UUID) *exec.Cmd {
 // environment is what both daemons and control programs get.
 func (v v2) environment(f files) []string {
 	env := []string{"PATH=" + strings.Join(v.driver.Programs, ":"), pipeVariable + "=" + f.control()}
-	if v.driver.Libraries != "" {
-		env = append(env, "LD_LIBRARY_PATH="+v.driver.Libraries)
+	if len(v.driver.Libraries) > 0 {
+		env = append(env, "LD_LIBRARY_PATH="+f.libraries())
 	}
 	return env
 }

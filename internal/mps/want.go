@@ -18,6 +18,19 @@ type Want struct {
 	// Percent is the default active thread percentage, 1 to 100: the largest share of the GPU's
 	// multiprocessors that a client can have.
 	Percent int `json:"percent"`
+	// Retire is the daemon that is to be replaced as soon as its servers have no client: after a
+	// fault, for example. Until then it takes no new clients. Zero, or a daemon that has ended, is
+	// none.
+	Retire Identity `json:"retire,omitzero"`
+	// EndOrphans says that servers of a dead daemon may be ended, so that another one is started:
+	// the caller has seen that they have no clients.
+	EndOrphans bool `json:"endOrphans,omitempty"`
+}
+
+// Identity tells a daemon from any other: its PID and its start in clock ticks since boot.
+type Identity struct {
+	PID   int    `json:"pid"`
+	Start uint64 `json:"start"`
 }
 
 // State is what is, at one moment.
@@ -57,6 +70,17 @@ type Daemon struct {
 	TimedOut int `json:"timedOut,omitempty"`
 	// Problem is why the GPU is not as wanted; nil if it is.
 	Problem *Problem `json:"problem,omitempty"`
+}
+
+// Identity returns the daemon's identity; zero without a daemon.
+func (d *Daemon) Identity() Identity { return Identity{d.PID, d.Start} }
+
+// Clients returns how many clients the daemon's servers have.
+func (d *Daemon) Clients() (n int) {
+	for _, s := range d.Servers {
+		n += len(s.Clients)
+	}
+	return n
 }
 
 // Err returns the daemon's problem, or nil. errors.Is tells its Code.
@@ -134,6 +158,7 @@ const (
 	Unreadable  Code = "Unreadable"  // an answer that cannot be read
 	NotTaken    Code = "NotTaken"    // a value that was set was not read back
 	NotEnded    Code = "NotEnded"    // the daemon, or a server, lives although it was to end
+	Retiring    Code = "Retiring"    // the daemon is replaced when its last client has ended, as wanted
 	Files       Code = "Files"       // the state directory cannot be written
 )
 
@@ -172,6 +197,8 @@ func check(wants []Want) ([]Want, error) {
 			return nil, fmt.Errorf("GPU %.64q: want the UUID of a GPU: %w", w.GPU, gpu.ErrInvalid)
 		case w.Percent < 1 || w.Percent > 100:
 			return nil, fmt.Errorf("%s: %d %%: want 1 to 100: %w", w.GPU, w.Percent, gpu.ErrInvalid)
+		case w.Retire.PID < 0 || w.Retire.PID > mostPID:
+			return nil, fmt.Errorf("%s: the daemon to retire has PID %d: %w", w.GPU, w.Retire.PID, gpu.ErrInvalid)
 		case i > 0 && wants[i-1].GPU == w.GPU:
 			return nil, fmt.Errorf("%s is there twice: %w", w.GPU, gpu.ErrInvalid)
 		}

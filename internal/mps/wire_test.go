@@ -23,7 +23,7 @@ import (
 func TestBadRequestsTakeNothing(t *testing.T) {
 	t.Parallel()
 	w, _, _ := fresh(t)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	ask := func(line string) (r reply) {
 		t.Helper()
 		c, err := net.Dial("unix", filepath.Join(w.state, socketName))
@@ -99,7 +99,7 @@ func TestClientErrors(t *testing.T) {
 func TestNothingIsKnown(t *testing.T) {
 	t.Parallel()
 	w, _, stop := fresh(t)
-	d := daemonOf(w.sync(Want{gpuA, 26}), gpuA)
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
 	stop()
 	path := filepath.Join(w.state, rootDir, wantFile)
 	for _, text := range []string{"", "{", `{"version":9,"want":[]}`, `{"version":1,"want":[{"gpu":"x","percent":1}]}`} {
@@ -115,7 +115,7 @@ func TestNothingIsKnown(t *testing.T) {
 	}
 	w.oneDaemon(gpuA, d.PID, "26.0")
 	s, _ := w.run(w.options())
-	if now := daemonOf(w.sync(Want{gpuA, 26}), gpuA); now.PID != d.PID || !s.State().Known {
+	if now := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); now.PID != d.PID || !s.State().Known {
 		t.Errorf("an agent has said it again: %+v", now)
 	}
 }

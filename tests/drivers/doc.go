@@ -23,6 +23,9 @@
 //     exactly that one.
 //   - TestRuntime: a CUDA runtime asks for the same functions, gets the same, and
 //     tells a program the same.
+//   - TestMPS: NVIDIA's own control daemon and libcuda, with the cap in front of the
+//     latter: which daemon a program reaches whatever its environment says, and when it
+//     is refused. A server needs a card.
 //
 // # The tables
 //

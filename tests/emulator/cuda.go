@@ -25,6 +25,7 @@ type share struct {
 func (w *World) buryLocked() {
 	for p := range w.sessions {
 		if len(p.charged) > 0 && p.alive != nil && !p.alive() {
+			w.leaveLocked(p)
 			w.releaseLocked(p)
 		}
 	}
@@ -250,7 +251,7 @@ func charge(s *Session, f *frame) Return {
 
 var cudaCalls = map[string]call{
 	"cuInit":            initialise,
-	"cuEmulatorClose":   {serve: func(s *Session, _ *frame) Return { return s.Shutdown() }}, // of a cuInit that failed later
+	"cuEmulatorClose":   {serve: func(s *Session, _ *frame) Return { s.leaveMPS(); return s.Shutdown() }}, // of a cuInit that failed later
 	"cuEmulatorDevices": {serve: serveCUDADevices},
 	"cuMemGetInfo":      cudaMemory,
 	"cuMemGetInfo_v2":   cudaMemory,
@@ -273,6 +274,9 @@ func serveCUDADevices(s *Session, f *frame) Return {
 	_, r := node(s, f.name, func(w *World) (struct{}, Return) {
 		var list []target
 		for _, g := range s.p.gpus {
+			if s.p.mps != nil && s.p.mps.g != g {
+				continue // a client has what its server has
+			}
 			if !g.mig.on || s.p.dead[g] {
 				list = append(list, target{g: g})
 				continue

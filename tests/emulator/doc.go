@@ -79,6 +79,18 @@
 // itself after cuInit and asks nobody, for measurements of what stands between
 // a program and its driver.
 //
+// # MPS
+//
+// A process can be the MPS server of a GPU (ServeMPS), and others its clients
+// (Session.JoinMPS): package mps has the programs that make it so. A client's
+// context has the server's percentage of the multiprocessors at that moment, or its
+// own variable's if that is less. A fatal fault of one client (Fail), and its death
+// while it keeps the GPU busy, end the contexts of all; the server then takes no
+// client until all that it had are gone. DetachMPS is terminate_client: what
+// becomes of the process after that is no neighbour's concern. NVML lists clients
+// as compute and as MPS processes, the server as a compute process. In exclusive-process
+// mode a server's clients alone get contexts beside it.
+//
 // # MIG
 //
 // A GPU in MIG mode holds GPU instances, each at a place in memory slices, and in

@@ -187,7 +187,12 @@ func (w *World) processesLocked() []Process {
 	for p := range w.sessions {
 		for at, bytes := range p.charged {
 			if bytes > 0 {
-				add(Process{PID: p.pid, GPU: at.gpu, GI: at.gi, CI: at.ci, Kind: Compute, Bytes: bytes})
+				own := Process{PID: p.pid, GPU: at.gpu, GI: at.gi, CI: at.ci, Kind: Compute, Bytes: bytes}
+				add(own)
+				if p.mps != nil { // a client is on both lists, M+C
+					own.Kind = MPS
+					add(own)
+				}
 			}
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 )
@@ -115,6 +116,10 @@ type process struct {
 	charged map[place]uint64
 	// container never changes.
 	container string
+	// mps is the server that it is a client of, nil if none. broken is what its calls of CUDA answer
+	// since its contexts have ended, Success while they have not.
+	mps    *mpsServer
+	broken Return
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -208,6 +213,7 @@ func (s *Session) Close() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.sessions, s.p)
+		w.leaveLocked(s.p)
 		w.dropSetsLocked(s.p)
 		w.releaseLocked(s.p)
 		for i := range w.ended {
@@ -268,6 +274,9 @@ func (s *Session) admitLocked(call string, h Handle) (r, late Return) {
 		} else if f.Code != Success {
 			return f.Code, Success
 		}
+	}
+	if s.p.broken != Success && strings.HasPrefix(call, "cu") {
+		return s.p.broken, Success
 	}
 	if _, open := w.sessions[s.p]; !open {
 		return Uninitialized, Success // a call that was on its way when its process died

@@ -116,6 +116,9 @@ func (w *World) admitsLocked(g *gpu, p *process) bool {
 			return true
 		}
 	}
+	if s := w.serverOfLocked(g); s != nil && g.setup.Compute == ComputeExclusiveProcess {
+		return p.mps == s
+	}
 	if g.setup.Compute == ComputeProhibited {
 		return false
 	}

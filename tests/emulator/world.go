@@ -45,6 +45,7 @@ type World struct {
 	faults   []*fault
 	sessions map[*process]struct{}
 	books    map[containerOn]uint64 // the most that each container has had, in bytes
+	mps      map[int]*mpsServer     // by PID
 	sets     map[uint32]*eventSet
 	lastSet  uint32
 	shares   map[uint64]*share
@@ -170,7 +171,9 @@ func New(spec Spec) (*World, error) {
 		lacks:    spec.NotSupported,
 		mig:      spec.MIG,
 		sleep:    sleep,
-		sessions: map[*process]struct{}{}, books: map[containerOn]uint64{},
+		sessions: map[*process]struct{}{},
+		books:    map[containerOn]uint64{},
+		mps:      map[int]*mpsServer{},
 		sets:     map[uint32]*eventSet{},
 		shares:   map[uint64]*share{},
 		changed:  make(chan struct{}),
@@ -513,8 +516,10 @@ type State struct {
 	CUDA      int        `json:"cuda"`
 	GPUs      []GPUState `json:"gpus"`
 	Processes []Process  `json:"processes"`
-	Faults    []Fault    `json:"faults"`
-	Sessions  []int      `json:"sessions"` // PIDs of the programs that have the driver open
+	// MPS are the MPS servers.
+	MPS      []MPSServer `json:"mps,omitempty"`
+	Faults   []Fault     `json:"faults"`
+	Sessions []int       `json:"sessions"` // PIDs of the programs that have the driver open
 	// Board is the machine, with the links of its GPUs.
 	Board BoardState `json:"board"`
 	// DmemMin is what cgroups guarantee to those below them, because a soft limit was
@@ -595,7 +600,7 @@ func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.buryLocked()
-	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MPS: w.mpsServersLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,

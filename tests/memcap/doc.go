@@ -59,6 +59,10 @@
 // [TestSharesOfOneGPUAddUp] and [TestSharesWhileTheirUsersDie] have containers with several
 // shares of one GPU, and others with one of these: by steps, and in rounds with kills.
 //
+// [TestMPSRings] is a table of what can go wrong with a share of the multiprocessors under MPS, with the
+// product's own supervisor of daemons and emulated programs of MPS: the library in the process, the
+// card's compute mode and an observer outside are each tried with the other two off.
+//
 // The other tests are one property each; their comments say which.
 //
 //	go test ./tests/memcap                short form; about five minutes on two cores

@@ -194,7 +194,7 @@ func pause(t *testing.T, d time.Duration) {
 	}
 }
 
-// await waits for a condition, and tells how things stand if it does not come.
+// await waits for a condition, and tells how things stand if it does not come; now may be nil.
 func await(t *testing.T, what string, is func() bool, now func() any) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience/4)
@@ -202,7 +202,11 @@ func await(t *testing.T, what string, is func() bool, now func() any) {
 	for !is() {
 		select {
 		case <-ctx.Done():
-			t.Errorf("waited in vain for %s: %+v", what, now())
+			var stand any
+			if now != nil {
+				stand = now()
+			}
+			t.Errorf("waited in vain for %s: %+v", what, stand)
 			return
 		case <-time.After(5 * time.Millisecond):
 		}

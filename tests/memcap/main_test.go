@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
+	emps "example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/memcap/capsule"
 	"example.com/gpu-agent/tests/memcap/probe"
 )
@@ -34,6 +35,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
+	emps.Main()
 	capsule.Main()
 	flag.Parse()
 	os.Exit(m.Run())

@@ -11,7 +11,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- /* The directories that are switched on, as JSON: each adds objects, or patches others. */ -}}
 {{- define "gpu-agent.parts" -}}
 {{- $parts := list -}}
-{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/gke" .Values.gke "components/monitoring" .Values.monitoring "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/openshift" .Values.openshift "components/selinux" .Values.selinux "components/startup-taint" .Values.startupTaint "components/stays" .Values.stays "overlays/driver-container" .Values.driverContainer -}}
+{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/gke" .Values.gke "components/monitoring" .Values.monitoring "components/mps" .Values.mps "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/openshift" .Values.openshift "components/selinux" .Values.selinux "components/startup-taint" .Values.startupTaint "components/stays" .Values.stays "overlays/driver-container" .Values.driverContainer -}}
 {{- range $dir, $of := $switches -}}
 {{- if $of.enabled -}}{{- $parts = append $parts $dir -}}{{- end -}}
 {{- end -}}
@@ -36,7 +36,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- range $object := $objects -}}
 {{- $is := printf "%s %s" $object.kind $object.metadata.name -}}
 {{- /* The release's namespace is Helm's, and the cleanup comes in place of the agent. */ -}}
-{{- if not (or (eq $is "Namespace gpu-agent") (and $root.Values.cleanup (eq $is "DaemonSet gpu-agent"))) -}}
+{{- if not (or (eq $is "Namespace gpu-agent") (and $root.Values.cleanup (has $is (list "DaemonSet gpu-agent" "DaemonSet gpu-agent-mps")))) -}}
 {{- include "gpu-agent.fill" (list $root $object $parts) }}
 ---
 {{ toYaml $object }}
@@ -60,9 +60,11 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- $_ := set $object.spec "extendedResourceName" (printf "%s/%s" $resourceDomain (base .)) -}}
 {{- end -}}
 {{- else if eq $object.kind "NetworkPolicy" -}}
-{{- /* The last rule is Prometheus's; before it the placer has one for schedulers. */ -}}
-{{- $from := index (last $object.spec.ingress).from 0 -}}
+{{- /* The last rule is Prometheus's; before it the placer has one for schedulers. That of MPS has none. */ -}}
+{{- with $object.spec.ingress -}}
+{{- $from := index (last .).from 0 -}}
 {{- $_ := set $from.namespaceSelector.matchLabels "kubernetes.io/metadata.name" $values.networkPolicy.namespace -}}
+{{- end -}}
 {{- if eq $object.metadata.name "gpu-placer" -}}
 {{- $door := first $object.spec.ingress -}}{{- $hosts := list -}}
 {{- range $values.networkPolicy.schedulers -}}{{- $hosts = append $hosts (dict "ipBlock" (dict "cidr" .)) -}}{{- end -}}
@@ -127,7 +129,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- $prefix := ternary "GPU_PLACER_" "GPU_AGENT_" (eq $name "gpu-placer") -}}
 {{- if ne $values.domain "example.com" -}}{{- include "gpu-agent.env" (list $container (printf "%sDOMAIN" $prefix) $values.domain) -}}{{- end -}}
 {{- with $values.resourceDomain -}}{{- include "gpu-agent.env" (list $container (printf "%sRESOURCE_DOMAIN" $prefix) .) -}}{{- end -}}
-{{- if ne $name "gpu-agent-cleanup" -}}{{- $_ := set $container "resources" $of.resources -}}{{- end -}}
+{{- if not (has $name (list "gpu-agent-cleanup" "gpu-agent-mps")) -}}{{- $_ := set $container "resources" $of.resources -}}{{- end -}}
 {{- if eq $name "gpu-placer" -}}
 {{- with without $values.placer.doors "extender" -}}{{- include "gpu-agent.env" (list $container "GPU_PLACER_DOORS" ($values.placer.doors | join ",")) -}}{{- end -}}
 {{- else -}}

@@ -277,6 +277,11 @@ type Modes interface {
 	// compute on it. Those that compute go on. The errors wrap gpu.ErrNotSupported in MIG mode, and
 	// gpu.ErrNoPermission without root.
 	ResetComputeMode(ctx context.Context, u gpu.UUID) error
+	// SetComputeMode sets a GPU's compute mode to ComputeDefault, ComputeExclusiveProcess or
+	// ComputeProhibited, and reads it back. Processes that compute go on. The errors are those of
+	// ResetComputeMode; gpu.ErrInvalid for another mode, and gpu.ErrDriver if the driver has
+	// another one afterwards.
+	SetComputeMode(ctx context.Context, u gpu.UUID, mode gpu.ComputeMode) error
 }
 
 // Limits are the driver's own memory limits, for cgroups.

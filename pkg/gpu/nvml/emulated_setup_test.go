@@ -145,6 +145,35 @@ func TestResetComputeMode(t *testing.T) {
 	}
 }
 
+// A mode that is set is read back, and one that the driver does not have is no success.
+func TestSetComputeMode(t *testing.T) {
+	n := emulate(t, emulator.Spec{Count: 2, Model: "H100-80GB", GPUs: []emulator.GPUSpec{{Index: 1, MIG: true}}})
+	d := open(t, n)
+	of := uuids(inventory(t, d))
+	for mode, want := range map[gpu.ComputeMode]emulator.ComputeMode{
+		gpu.ComputeExclusiveProcess: emulator.ComputeExclusiveProcess, gpu.ComputeProhibited: emulator.ComputeProhibited,
+		gpu.ComputeDefault: emulator.ComputeDefault,
+	} {
+		try(t, d.SetComputeMode(wait(t), of[0], mode))
+		if got := n.State().GPUs[0].Setup.Compute; got != want {
+			t.Errorf("%s was set, and the mode is %s", mode, got)
+		}
+	}
+	for _, mode := range []gpu.ComputeMode{gpu.ComputeUnknown, gpu.ComputeExclusiveThread, "other"} {
+		if err := d.SetComputeMode(wait(t), of[0], mode); !errors.Is(err, gpu.ErrInvalid) {
+			t.Errorf("%q: %v", mode, err)
+		}
+	}
+	if err := d.SetComputeMode(wait(t), of[1], gpu.ComputeProhibited); !errors.Is(err, gpu.ErrNotSupported) {
+		t.Errorf("a GPU in MIG mode: %v", err)
+	}
+	gpu0 := 0
+	try(t, n.Inject(emulator.Fault{Call: "nvmlDeviceGetComputeMode", GPU: &gpu0, Code: emulator.Unknown}))
+	if err := d.SetComputeMode(wait(t), of[0], gpu.ComputeProhibited); !errors.Is(err, gpu.ErrDriver) {
+		t.Errorf("what was set cannot be read: %v", err)
+	}
+}
+
 // What the kernel shows: processes by the names that they have, and the display driver's setting.
 func TestSurroundings(t *testing.T) {
 	n := emulate(t, emulator.Spec{Count: 1})

@@ -142,6 +142,10 @@ func (l *Late) ResetComputeMode(ctx context.Context, u gpu.UUID) error {
 	return done(ctx, l, "reset_compute_mode", func(d *Driver) error { return d.ResetComputeMode(ctx, u) })
 }
 
+func (l *Late) SetComputeMode(ctx context.Context, u gpu.UUID, mode gpu.ComputeMode) error {
+	return done(ctx, l, "set_compute_mode", func(d *Driver) error { return d.SetComputeMode(ctx, u, mode) })
+}
+
 func (l *Late) Parts(ctx context.Context) (cdi.Parts, error) {
 	return timed(ctx, l, "parts", func(d *Driver) (cdi.Parts, error) { return d.Parts(ctx) })
 }

@@ -147,10 +147,37 @@ func (s *session) fabricState(h nvml.Device) (gpu.FabricState, error) {
 	return gpu.FabricCompleted, nil
 }
 
+// computeModes are the compute modes that can be set.
+var computeModes = map[gpu.ComputeMode]nvml.ComputeMode{
+	gpu.ComputeDefault:          nvml.COMPUTEMODE_DEFAULT,
+	gpu.ComputeExclusiveProcess: nvml.COMPUTEMODE_EXCLUSIVE_PROCESS,
+	gpu.ComputeProhibited:       nvml.COMPUTEMODE_PROHIBITED,
+}
+
 func (m *modes) ResetComputeMode(ctx context.Context, u gpu.UUID) error {
-	_, err := ask(ctx, m.session, "set the compute mode to DEFAULT on", u, func(h nvml.Device) (none struct{}, _ error) {
-		return none, nvmlDeviceSetComputeMode.refused(h.SetComputeMode(nvml.COMPUTEMODE_DEFAULT))
-	})
+	return m.SetComputeMode(ctx, u, gpu.ComputeDefault)
+}
+
+func (m *modes) SetComputeMode(ctx context.Context, u gpu.UUID, mode gpu.ComputeMode) error {
+	value, known := computeModes[mode]
+	if !known {
+		return fmt.Errorf("set the compute mode to %q on %s: %w", mode, u, gpu.ErrInvalid)
+	}
+	_, err := ask(ctx, m.session, fmt.Sprintf("set the compute mode to %s on", mode), u,
+		func(h nvml.Device) (none struct{}, _ error) {
+			if err := nvmlDeviceSetComputeMode.refused(h.SetComputeMode(value)); err != nil {
+				return none, err
+			}
+			if !m.has(nvmlDeviceGetComputeMode) {
+				return none, nil // a driver that cannot tell the mode is believed
+			}
+			now, ret := h.GetComputeMode()
+			told, err := nvmlDeviceGetComputeMode.told("read the compute mode", ret)
+			if err == nil && told && now != value {
+				err = fmt.Errorf("it is %s after that: %w", computeMode(now), gpu.ErrDriver)
+			}
+			return none, err
+		})
 	return err
 }
 

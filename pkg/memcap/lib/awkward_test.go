@@ -50,6 +50,8 @@ func TestAwkwardDriver(t *testing.T) {
 		{"multicast", "what is bound to a multicast object stays charged after all else has let go of it", nil},
 		{"reopen", "a program that opens and closes the library all the time, with an allocation in between, is one process in the count", nil},
 		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
+		{"smshare", "a process that has a share of the SMs is a client of MPS by the page's values, or has no CUDA", nil},
+		{"turns", "a process without such a share has its environment, and asks no daemon", nil},
 		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",
 			[]string{"cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz"}},
 	} {
@@ -108,7 +110,8 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 		t.Fatal(err)
 	}
 	// An agent that reads every second, and has not yet.
-	for at, word := range map[string]map[int]uint64{"starts": {atEvery: 1000}, "modules": {atEvery: 1000}, "short": {atEvery: 1000, atSure: 1}}[program] {
+	for at, word := range map[string]map[int]uint64{"starts": {atEvery: 1000}, "modules": {atEvery: 1000}, "short": {atEvery: 1000, atSure: 1},
+		"smshare": {atPercent: 26}}[program] {
 		f, err := os.OpenFile(filepath.Join(root, limit), os.O_WRONLY, 0)
 		if err != nil {
 			t.Fatal(err)

@@ -87,6 +87,15 @@
 //
 // Imports and host memory are not charged. c/property.h decides for memory of unknown types.
 //
+// # A share of the SMs
+//
+// A limit page may have a percentage: the container's share of the GPU's multiprocessors (SMs)
+// under MPS. MPS fails open, so the library stands before cuInit, too (c/mps.c). It sets MPS's two
+// variables for its process, and answers MPS's own error (805) unless the daemon has answered within
+// two seconds ([MPSDir], beat) and the driver says that the process is a client. A slot says how many
+// SMs its process has, and since when it has been in cuInit ([Usage.Compute]). Without a percentage
+// nothing of this happens.
+//
 // # Example
 //
 //	kit, err := lib.Install("/var/lib/gpu-agent")    // the libraries, for the CDI file to mount
@@ -100,8 +109,8 @@
 //
 // # Limits
 //
-// The cap stops accidents and honest programs, not attackers. A program can open the real library
-// at its other path, bring a copy of its own, or use the device nodes. It can write to the usage
+// The cap and the share stop accidents and honest programs, not attackers. A program can open the
+// real library at its other path, bring a copy of its own, or use the device nodes. It can write to the usage
 // page, and so deceive those that share it. The driver's figure shows all of that, and the watchdog
 // judges by this figure. [Counters] names what is counted too high or too late.
 //

@@ -383,7 +383,7 @@ func TestLayout(t *testing.T) {
 		{"usage_page.unmeasured", useUnmeasured}, {"usage_page.unread", useUnread}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
 		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs}, {"slot.others_reserved", slotOthersReserved}, {"slot.others_committed", slotOthersCommitted},
-		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle}, {"slot.borrowed", slotBorrowed}, {"slot.lends", slotLends},
+		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle}, {"slot.borrowed", slotBorrowed}, {"slot.lends", slotLends}, {"slot.sms", slotSMs}, {"slot.starting", slotStarting},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
 		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
 	} {

@@ -19,6 +19,7 @@ const (
 	RealCUDA       = Root + "/driver/libcuda.so.1"      // the driver's own library
 	RealNVML       = Root + "/driver/libnvidia-ml.so.1" // the driver's own library
 	AllocationsDir = Root + "/allocations"              // the pages; see PagesDir
+	MPSDir         = Root + "/mps"                      // the pipe directory of the GPU's MPS daemon, with its beat file
 	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted is allowed
 )
 

@@ -27,12 +27,12 @@ func TestLinkers(t *testing.T) {
 	}
 	for name, text := range map[string]string{
 		"driver.c": `
-int cuInit(unsigned flags) { return 42; }
+int cuProfilerStart(void) { return 42; }
 int cuNewest(void) { return 1; }
 int cuMemAlloc_v2(void **p, unsigned long n) { return 2; }
 int cudbgEnabled = 7;`,
-		"m.c": `int cuInit(unsigned); int main() { return cuInit(0); }`,
-		"s.c": `int cuInit(unsigned); int f() { return cuInit(0); }`,
+		"m.c": `int cuProfilerStart(void); int main() { return cuProfilerStart(); }`,
+		"s.c": `int cuProfilerStart(void); int f() { return cuProfilerStart(); }`,
 		"e.c": `int f(); int main() { return f(); }`,
 		"where.c": `
 #define _GNU_SOURCE
@@ -85,7 +85,7 @@ int main() {
 			t.Fatal(err)
 		}
 	}
-	if out, err := compile("m.c", "-Lbefore", "-lcuda", "-o", "a"); err == nil || !strings.Contains(out, "undefined reference to `cuInit'") {
+	if out, err := compile("m.c", "-Lbefore", "-lcuda", "-o", "a"); err == nil || !strings.Contains(out, "undefined reference to `cuProfilerStart'") {
 		t.Errorf("a library that is not linkable: %v\n%s", err, out)
 	}
 	linkers := 0
@@ -106,7 +106,7 @@ int main() {
 				}
 			}
 			if err := exec.CommandContext(t.Context(), at("a")).Run(); err == nil || err.Error() != "exit status 42" {
-				t.Errorf("%s, %s: cuInit gives %v, want 42", linker, way[0], err)
+				t.Errorf("%s, %s: cuProfilerStart gives %v, want 42", linker, way[0], err)
 			}
 		}
 		if out, err := compile("-fuse-ld="+linker, "where.c", "-Lafter", "-lcuda", "-ldl", "-Wl,-rpath,"+at("after"), "-o", "a"); err != nil {

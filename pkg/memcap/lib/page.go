@@ -94,6 +94,8 @@ const (
 	slotIdle            = 88
 	slotBorrowed        = 96
 	slotLends           = 104
+	slotSMs             = 112
+	slotStarting        = 120
 )
 
 // A Limit is what one allocation may use of one GPU.

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"path/filepath"
 	"runtime"
 	"time"
@@ -263,15 +264,87 @@ type Process struct{ Namespace, PID uint64 }
 // way, and excludes managed memory, which the driver's figures lack. It is 0 for processes that do
 // not count. The error is gpu.ErrInvalid if the numbers in the page are impossible; then all are 0.
 func (u *Usage) Counted(of map[Process]uint64) error {
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	began := threadTime()
 	nobody := func() {
 		for p := range of {
 			of[p] = 0
 		}
 	}
 	nobody()
+	err := u.eachLiving(func(who Process, s []byte) bool {
+		_, asked := of[who]
+		return asked && binary.LittleEndian.Uint64(s[slotLends:]) == 0 // else its owner counts that on another page
+	}, func(who Process, s []byte) {
+		reserved, _ := slotSums(s)
+		of[who] += reserved - min(reserved, binary.LittleEndian.Uint64(s[slotManaged:]))
+	})
+	if err != nil {
+		nobody()
+	}
+	return err
+}
+
+// Compute is what a process says of its share of the GPU's SMs under MPS. It may be nonsense.
+type Compute struct {
+	// SMs is the most SMs that the driver gave the process; 0 if it has not said so.
+	SMs int
+	// Starting is the time since boot (CLOCK_BOOTTIME) at which it began cuInit; 0 if it is not
+	// in cuInit.
+	Starting time.Duration
+}
+
+// mostSMs bounds what a page may say. It is far above what any GPU has.
+const mostSMs = 1 << 16
+
+// Compute fills in what each process in of says; the zero Compute for processes that say nothing.
+// starting is when the process began that has been in cuInit the longest, whether of has it or not;
+// 0 if there is none. Such a process may be on no list of the driver's yet. The error is
+// gpu.ErrInvalid if the page cannot be read in time; then nothing is filled in.
+func (u *Usage) Compute(of map[Process]Compute) (starting time.Duration, err error) {
+	nobody := func() {
+		for p := range of {
+			of[p] = Compute{}
+		}
+	}
+	nobody()
+	begun := func(s []byte) time.Duration {
+		return time.Duration(min(binary.LittleEndian.Uint64(s[slotStarting:]), math.MaxInt64))
+	}
+	err = u.eachLiving(func(who Process, s []byte) bool {
+		_, asked := of[who]
+		return asked || begun(s) != 0
+	}, func(who Process, s []byte) {
+		at := begun(s)
+		starting = earlier(starting, at)
+		said, asked := of[who]
+		if !asked {
+			return
+		}
+		if sms := binary.LittleEndian.Uint64(s[slotSMs:]); sms <= mostSMs {
+			said.SMs = max(said.SMs, int(sms))
+		}
+		said.Starting = earlier(said.Starting, at)
+		of[who] = said
+	})
+	if err != nil {
+		nobody()
+		return 0, err
+	}
+	return starting, nil
+}
+
+// earlier returns the earlier of two times, of which 0 is none.
+func earlier(a, b time.Duration) time.Duration {
+	if a == 0 || b == 0 {
+		return max(a, b)
+	}
+	return min(a, b)
+}
+
+// eachLiving calls use with each slot that wanted accepts, if its owner lives.
+func (u *Usage) eachLiving(wanted func(Process, []byte) bool, use func(Process, []byte)) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	began := threadTime()
 	head := u.head[:4]
 	if err := u.readAt(head, useHigh); err != nil {
 		return err
@@ -281,24 +354,19 @@ func (u *Usage) Counted(of map[Process]uint64) error {
 		const some = pageSize / slotSize
 		if i%some == 0 {
 			if err := u.readSome(i, min(some, ever-i)); err != nil {
-				nobody()
 				return err
 			}
 		}
 		s := u.some[i%some*slotSize:][:slotSize]
 		who := Process{binary.LittleEndian.Uint64(s[slotPIDs:]), binary.LittleEndian.Uint64(s[slotPID:])}
-		lends := binary.LittleEndian.Uint64(s[slotLends:]) != 0 // its owner counts that on another page
-		sum, asked := of[who]
-		if !asked || lends {
+		if !wanted(who, s) {
 			continue // to look at the clock for each slot would itself take long
 		}
 		if u.alive(i) {
-			reserved, _ := slotSums(s)
-			of[who] = sum + reserved - min(reserved, binary.LittleEndian.Uint64(s[slotManaged:]))
+			use(who, s)
 		}
 		if threadTime()-began > readPatience {
-			nobody()
-			return fmt.Errorf("read usage page: it takes longer than %v to find out what each process counts: %w",
+			return fmt.Errorf("read usage page: it takes longer than %v to find out what each process says: %w",
 				readPatience, gpu.ErrInvalid)
 		}
 	}

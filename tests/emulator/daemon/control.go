@@ -33,6 +33,9 @@ type command struct {
 	Health  *emulator.Health  `json:"health,omitempty"`
 	Setup   *emulator.Setup   `json:"setup,omitempty"`
 	PID     int               `json:"pid,omitempty"`
+	Client  int               `json:"client,omitempty"`
+	UUID    string            `json:"uuid,omitempty"`
+	Percent float64           `json:"percent,omitempty"`
 	Fault   *emulator.Fault   `json:"fault,omitempty"`
 	Process *emulator.Process `json:"process,omitempty"`
 }
@@ -41,6 +44,7 @@ type result struct {
 	Error string               `json:"error,omitempty"`
 	Yes   bool                 `json:"yes,omitempty"`
 	Bytes uint64               `json:"bytes,omitempty"`
+	PID   int                  `json:"pid,omitempty"`
 	State *emulator.State      `json:"state,omitempty"`
 	Calls []emulator.CallCount `json:"calls,omitempty"`
 	Ops   []emulator.MIGOp     `json:"ops,omitempty"`
@@ -142,6 +146,17 @@ func (s *Server) obey(ctx context.Context, running *sync.WaitGroup, p peer, c co
 			return r, errors.New("hold: no process given")
 		}
 		err = s.hold(ctx, running, p, *c.Process)
+	case "mps-serve":
+		r.PID = p.pid
+		err = s.serveMPS(ctx, running, p, c.UUID, c.Percent)
+	case "mps-percent":
+		err = w.SetMPSPercent(c.PID, c.Percent)
+	case "mps-detach":
+		err = w.DetachMPS(c.PID, c.Client)
+	case "fail":
+		err = w.Fail(c.PID, c.Xid)
+	case "busy":
+		err = w.KeepBusy(c.PID, c.GPU, int(c.Percent))
 	case "holds":
 		v, err := newView(s.Proc, p.pid)
 		if err != nil {
@@ -357,6 +372,40 @@ func (c *Client) Hold(p emulator.Process) error { return c.just(command{Op: "hol
 func (c *Client) Holds(pid int) (bool, error) {
 	r, err := c.do(command{Op: "holds", PID: pid})
 	return r.Yes, err
+}
+
+// ServeMPS makes the calling process the MPS server of a GPU until it ends, see World.ServeMPS. It
+// returns the process's PID as the daemon knows it.
+func (c *Client) ServeMPS(uuid string, percent float64) (pid int, err error) {
+	r, err := c.do(command{Op: "mps-serve", UUID: uuid, Percent: percent})
+	return r.PID, err
+}
+
+// SetMPSPercent and DetachMPS are World's; PIDs are the daemon's.
+func (c *Client) SetMPSPercent(server int, percent float64) error {
+	return c.just(command{Op: "mps-percent", PID: server, Percent: percent})
+}
+func (c *Client) DetachMPS(server, client int) error {
+	return c.just(command{Op: "mps-detach", PID: server, Client: client})
+}
+
+// Fail is a fatal fault of a process, see World.Fail.
+func (c *Client) Fail(pid int, xid uint64) error {
+	return c.just(command{Op: "fail", PID: pid, Xid: xid})
+}
+
+// KeepBusy has a process keep a GPU busy, see World.KeepBusy.
+func (c *Client) KeepBusy(pid, gpu, percent int) error {
+	return c.just(command{Op: "busy", PID: pid, GPU: gpu, Percent: float64(percent)})
+}
+
+// Wait returns when the daemon has ended.
+func (c *Client) Wait() {
+	for {
+		if _, err := c.conn.Read(c.buf); err != nil {
+			return
+		}
+	}
 }
 
 func (c *Client) just(cmd command) error {

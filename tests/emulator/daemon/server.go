@@ -432,6 +432,23 @@ func (s *Server) hold(ctx context.Context, running *sync.WaitGroup, p peer, want
 	return nil
 }
 
+// serveMPS makes the peer an MPS server until it dies.
+func (s *Server) serveMPS(ctx context.Context, running *sync.WaitGroup, p peer, uuid string, percent float64) error {
+	fd, err := dup(p.pidfd)
+	if err != nil {
+		return fmt.Errorf("watch process %d: %w", p.pid, err)
+	}
+	if err := s.World.ServeMPS(p.pid, uuid, percent); err != nil {
+		fd.Close()
+		return err
+	}
+	running.Go(func() {
+		died(ctx, fd)
+		s.World.EndMPS(p.pid)
+	})
+	return nil
+}
+
 func dup(f *os.File) (*os.File, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {

@@ -41,6 +41,13 @@ func Libraries(built string) (string, error) {
 	return at, nil
 }
 
+// Programs is where, below the driver root, the driver's programs are.
+const Programs = "usr/bin"
+
+// mpsPrograms are those of MPS, which package mps lays there. Each ends with its driver's version as
+// a string.
+var mpsPrograms = []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server"}
+
 const firmware = "lib/firmware/nvidia"
 
 // Device numbers. The first is the driver's own; the two that the kernel would
@@ -146,6 +153,18 @@ func upgrade(dir, v string) error {
 	})
 	if err != nil {
 		return err
+	}
+	for _, name := range mpsPrograms {
+		data, err := os.ReadFile(filepath.Join(dir, Programs, name))
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		if err == nil {
+			err = replace(filepath.Join(dir, Programs, name), append(bytes.TrimSuffix(data, []byte(old+"\x00")), v+"\x00"...))
+		}
+		if err != nil {
+			return fmt.Errorf("install %s: %w", name, err)
+		}
 	}
 	gone := []string{filepath.Join(dir, firmware, old)}
 	for _, name := range append([]string{lib.NVML, lib.CUDA}, fillers...) {

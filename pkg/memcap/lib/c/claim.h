@@ -15,7 +15,7 @@ enum { SPOILT = -22 }; /* EINVAL */
 
 struct claim {
     char limit[PATH_ROOM], usage[PATH_ROOM]; /* paths */
-    uint64_t bytes;                          /* the limit in the limit page */
+    uint64_t bytes, percent;                 /* the limit and the percentage in the limit page */
     bool others;                             /* true: the container has more pairs on the GPU */
 };
 
@@ -72,6 +72,7 @@ static inline bool claim_read(struct claim *c)
                 (page.limit < MOST || page.limit == NO_LIMIT);
     sys_close(fd);
     c->bytes = page.limit;
+    c->percent = page.percent;
     return ours;
 }
 
@@ -83,9 +84,9 @@ static inline bool claim_before(const struct claim *a, const struct claim *b)
     return a->bytes > b->bytes || (a->bytes == b->bytes && text_before(a->limit, b->limit));
 }
 
-/* claim_find finds the container's first pair of pages of a GPU. If after is not NULL, it finds the
- * first pair after that one. False: there is none. */
-static inline bool claim_find(struct claim *best, const char *gpu, const struct claim *after)
+/* each_name calls use with each name in a directory, until use returns true. It returns whether use
+ * has. False also if there is no such directory. */
+static inline bool each_name(const char *dir, bool (*use)(void *, const char *), void *arg)
 {
     struct entry {
         uint64_t ino, off;
@@ -93,30 +94,52 @@ static inline bool claim_find(struct claim *best, const char *gpu, const struct 
         unsigned char type;
         char name[];
     };
-    char dir[PATH_ROOM], list[2048] __attribute__((aligned(8)));
-    struct claim c;
-    bool found = false;
-    int all = 0;
-    if (!text_join(dir, sizeof dir, CAP_ALLOCATIONS, gpu) || !text_join(dir, sizeof dir, dir, "/"))
-        return false;
+    char list[2048] __attribute__((aligned(8)));
+    bool done = false;
     int fd = sys_open(dir, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0);
     if (fd < 0)
         return false;
-    for (long n; (n = SYS3(SYS_getdents64, fd, list, sizeof list)) > 0;)
-        for (long at = 0; at < n;) {
+    for (long n; !done && (n = SYS3(SYS_getdents64, fd, list, sizeof list)) > 0;)
+        for (long at = 0; !done && at < n;) {
             const struct entry *e = (const struct entry *)(list + at);
             at += e->length;
-            if (e->name[0] == '.' || !text_join(c.limit, sizeof c.limit, dir, e->name) || !text_join(c.usage, sizeof c.usage, c.limit, "/usage") ||
-                !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
-                continue;
-            best->others = ++all > 1;
-            if ((after && !claim_before(after, &c)) || (found && claim_before(best, &c)))
-                continue;
-            found = text_join(best->limit, sizeof best->limit, c.limit, "") && text_join(best->usage, sizeof best->usage, c.usage, "");
-            best->bytes = c.bytes;
+            done = e->name[0] != '.' && use(arg, e->name);
         }
     sys_close(fd);
-    return found;
+    return done;
+}
+
+struct claims {
+    char dir[PATH_ROOM];
+    struct claim *best;
+    const struct claim *after;
+    int all;
+    bool found;
+};
+
+static inline bool claim_offer(void *arg, const char *name)
+{
+    struct claims *s = arg;
+    struct claim c;
+    if (!text_join(c.limit, sizeof c.limit, s->dir, name) || !text_join(c.usage, sizeof c.usage, c.limit, "/usage") ||
+        !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
+        return false;
+    c.others = s->best->others = ++s->all > 1;
+    if ((s->after && !claim_before(s->after, &c)) || (s->found && claim_before(s->best, &c)))
+        return false;
+    *s->best = c;
+    s->found = true;
+    return false;
+}
+
+/* claim_find finds the container's first pair of pages of a GPU. If after is not NULL, it finds the
+ * first pair after that one. False: there is none. */
+static inline bool claim_find(struct claim *best, const char *gpu, const struct claim *after)
+{
+    struct claims s = {.best = best, .after = after};
+    if (text_join(s.dir, sizeof s.dir, CAP_ALLOCATIONS, gpu) && text_join(s.dir, sizeof s.dir, s.dir, "/"))
+        each_name(s.dir, claim_offer, &s);
+    return s.found;
 }
 
 #endif

@@ -32,10 +32,14 @@ static bool context_done(struct process *p, struct charge *c, CUcontext context)
     __atomic_store_n(&c->a->begun, now_us(), __ATOMIC_RELAXED);
     account_unmeasured(c->a, 0);
     table_put(&p->table, &e, NULL); /* without memory for the entry, it stays charged until the process ends */
+    mps_made(p, c->at.device);
     return true;
 }
 
-#define CREATE(name, ...) COUNTED(out, context_begin(p, &c, device), context_done(p, &c, *out), , name, __VA_ARGS__)
+#define CREATE(name, ...)                            \
+    if (mps_refuses(ENTER(), device))                \
+        return CUDA_ERROR_MPS_CONNECTION_FAILED;     \
+    COUNTED(out, context_begin(p, &c, device), context_done(p, &c, *out), , name, __VA_ARGS__)
 
 EXPORT CUresult cuCtxCreate(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuCtxCreate, out, flags, device) }
 EXPORT CUresult cuCtxCreate_v2(CUcontext *out, unsigned int flags, CUdevice device) { CREATE(cuCtxCreate_v2, out, flags, device) }
@@ -116,6 +120,8 @@ static CUresult retain_primary(struct process *p, CUcontext *out, CUdevice devic
     struct charge c;
     if (__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return retain(p, out, device);
+    if (mps_refuses(p, device))
+        return CUDA_ERROR_MPS_CONNECTION_FAILED;
     enum verdict v = context_begin(p, &c, device);
     if (v == REFUSE && !__atomic_load_n(&p->primary[device], __ATOMIC_ACQUIRE))
         return CUDA_ERROR_OUT_OF_MEMORY;

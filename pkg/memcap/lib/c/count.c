@@ -311,6 +311,8 @@ static int take_slot(struct account *a)
                     break;
             end_loans(s);
             __atomic_store_n(&s->lends, 0, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&s->sms, 0, __ATOMIC_RELAXED);
+            __atomic_store_n(&s->starting, 0, __ATOMIC_RELAXED);
             __atomic_store_n(&s->pids, own_pids(), __ATOMIC_SEQ_CST);
             __atomic_store_n(&s->pid, (uint64_t)SYS1(SYS_getpid, 0), __ATOMIC_SEQ_CST);
             a->slot = s;

@@ -18,6 +18,7 @@ enum {
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_DEVICE = 101,
     CUDA_ERROR_NOT_FOUND = 500,
+    CUDA_ERROR_MPS_CONNECTION_FAILED = 805,
 };
 
 typedef int CUdevice;
@@ -125,7 +126,11 @@ enum {
     CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH = 3,
     CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT = 4,
 };
-enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16, CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR = 39 };
+enum {
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
+    CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR = 39,
+    CU_DEVICE_ATTRIBUTE_MPS_ENABLED = 133, /* CUDA 12.2 */
+};
 
 enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
 
@@ -149,6 +154,7 @@ LAYOUT(CUmapinfo, 96);
  * checks that none is missing on either side. tests/drivers compares the list with what real
  * drivers answer. */
 #define OVERRIDES(X)                                                                                            \
+    X(cuInit, 2000, cuInit, (unsigned int))                                                                     \
     X(cuMemAlloc, 2000, cuMemAlloc, (CUdeviceptr_v1 *, size_v1))                                                \
     X(cuMemAlloc, 3020, cuMemAlloc_v2, (CUdeviceptr *, size_t))                                                 \
     X(cuMemAllocPitch, 2000, cuMemAllocPitch, (CUdeviceptr_v1 *, size_v1 *, size_v1, size_v1, unsigned int))    \

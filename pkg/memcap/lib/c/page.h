@@ -101,7 +101,9 @@ struct slot {
     uint64_t idle;     /* freed memory that is still in bound; any process may take it */
     uint64_t borrowed; /* bytes of the share, at most all, that are charged to other pages too; see loan.h */
     uint64_t lends;    /* 1: the whole share is lent to a page on which the owner counts its memory */
-    uint64_t gap[2];
+    /* Under MPS; see mps.c. The most SMs that the driver gave the owner; 0: it has not said. And the
+     * boot time in ns since which it has been in cuInit; 0: it is not. */
+    uint64_t sms, starting;
 };
 
 struct usage_page {

@@ -109,7 +109,7 @@ static void open_others(struct account *a, const char *gpu, struct claim *claim)
 }
 
 /* open_account opens a device's account and returns its standing. */
-COLD static enum standing open_account(struct account *a, CUdevice device)
+COLD static enum standing open_account(struct process *p, struct account *a, CUdevice device)
 {
     CUuuid uuid;
     struct claim claim;
@@ -120,11 +120,16 @@ COLD static enum standing open_account(struct account *a, CUdevice device)
         return nothing_there(r) ? STANDING_UNKNOWN : STANDING_CLOSED;
     for (int mig = 0; mig <= 1; mig++) {
         uuid_text(name, mig ? "MIG-" : "GPU-", &uuid);
-        if (!claim_find(&claim, name, NULL) || (!a->page && account_find(a, claim.limit) != 0))
+        if (!claim_find(&claim, name, NULL))
+            continue;
+        if (claim.percent && mps_refuses(p, device))
+            return STANDING_CLOSED;
+        bool opened = mps_account(p, a, claim.limit);
+        if (!a->page && account_find(a, claim.limit) != 0)
             continue;
         if (account_unlimited(a))
             return STANDING_UNLIMITED;
-        if (account_open(a, claim.usage) != 0)
+        if (!opened && account_open(a, claim.usage) != 0)
             return STANDING_CLOSED;
         if (claim.others)
             open_others(a, name, &claim);
@@ -146,7 +151,7 @@ COLD struct account *account_of_slowly(struct process *p, CUdevice device, bool 
      * What was missing, such as a descriptor, may be there now. */
     now = p->standing[device];
     if (now != STANDING_GOOD && now != STANDING_OPEN) {
-        now = open_account(a, device);
+        now = open_account(p, a, device);
         if (now == STANDING_CLOSED && is_open())
             now = STANDING_OPEN;
         __atomic_store_n(&p->standing[device], now, __ATOMIC_RELEASE);

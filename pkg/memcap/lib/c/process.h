@@ -78,6 +78,21 @@ struct graph_pool { /* a device's graph memory; see graph.c */
 enum { OBEYS_UNKNOWN, OBEYS, OBEYS_BY_PIECES, OBEYS_NOT };
 #define NO_STAND_IN (~(uint64_t)0)
 
+/* Whether the process must be a client of MPS. UNKNOWN: its pages were not looked at. NONE: it has no
+ * share of the SMs. MUST: it has one, and is no client yet. CLIENT: it is one. OUTSIDE: the driver
+ * has begun without MPS. */
+enum mps_standing { MPS_UNKNOWN, MPS_NONE, MPS_MUST, MPS_CLIENT, MPS_OUTSIDE };
+
+struct mps {
+    uint32_t standing;
+    uint32_t lock;   /* guards all else; held for moments only */
+    uint32_t inside; /* number of threads in cuInit */
+    uint64_t percent;
+    struct slot *slot; /* NULL: it could not be opened, or the GPU has no limit */
+    struct claim claim;
+    struct account account; /* until the device's account takes it over */
+};
+
 /* The fields that a short program needs come first, in few pages of memory. */
 struct process {
     uint32_t ready; /* 1 after the first call; 0 again in a forked child */
@@ -107,6 +122,7 @@ struct process {
     uint32_t coarse, fine; /* how pools were seen to grow; see pool.c */
     uint64_t graph_devices; /* a bit for each device with a graph that allocates */
     struct table table;
+    struct mps mps;
     struct account accounts[MAX_DEVICES];
     struct graph_pool graphs[MAX_DEVICES];
     uint64_t pools_charged[MAX_POOLS / 64]; /* a bit for each pool that has or had a charge */
@@ -135,6 +151,13 @@ static inline struct process *enter(const void *back)
 /* relieve makes this process's pools and graphs give back what they do not use, until there is room
  * for n bytes. */
 void relieve(struct account *a, uint64_t n);
+
+/* mps_refuses reports whether no context may be made on a device, since the process has a share of
+ * the SMs and is no client of MPS. mps_made is called after a context was made. mps_account moves
+ * the account that was opened before cuInit to a, if it is that of this limit page. */
+bool mps_refuses(struct process *p, CUdevice device);
+void mps_made(struct process *p, CUdevice device);
+bool mps_account(struct process *p, struct account *a, const char *limit);
 
 /* context_lives reports whether a handle still belongs to the context with that number. */
 bool context_lives(struct process *p, CUcontext handle, uint64_t number);

@@ -3,6 +3,8 @@
 /* A driver of the most awkward kind: it answers cuGetProcAddress with functions
  * that it does not export, and reaches its own by their exported names. It has
  * one context on one GPU. What it has beside that is in stubs.c. */
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "driver.h"
@@ -14,6 +16,35 @@ EXPORT CUresult cuDriverGetVersion(int *version)
     *version = 12080;
     return CUDA_SUCCESS;
 }
+
+/* Whether it says that the process is a client of MPS, and what it was begun with. A program may
+ * look at the moment of its beginning. */
+EXPORT int client, sms = 34, begins;
+EXPORT char pipe_was[256], percent_was[16];
+EXPORT void (*beginning)(void);
+EXPORT CUresult cuInit(unsigned int flags)
+{
+    const char *pipe = getenv("CUDA_MPS_PIPE_DIRECTORY"), *percent = getenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+    begins++;
+    snprintf(pipe_was, sizeof pipe_was, "%s", pipe ? pipe : "");
+    snprintf(percent_was, sizeof percent_was, "%s", percent ? percent : "");
+    if (beginning)
+        beginning();
+    return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetCount(int *count)
+{
+    *count = 1;
+    return CUDA_SUCCESS;
+}
+EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
+{
+    *value = attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED ? client : sms;
+    return !device && (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED || attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+               ? CUDA_SUCCESS
+               : CUDA_ERROR_INVALID_VALUE;
+}
+
 static CUcontext current = (CUcontext)0x1000;
 EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
 {

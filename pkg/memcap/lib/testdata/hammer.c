@@ -368,7 +368,7 @@ static int layout(void)
     SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, undone), SAY(usage_page, uncounted), SAY(usage_page, guesses), SAY(usage_page, attempt), SAY(usage_page, borrows);
     SAY(usage_page, unmeasured), SAY(usage_page, unread), SAY(usage_page, slots);
     SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids), SAY(slot, others_reserved), SAY(slot, others_committed),
-        SAY(slot, promised), SAY(slot, exported), SAY(slot, idle), SAY(slot, borrowed), SAY(slot, lends);
+        SAY(slot, promised), SAY(slot, exported), SAY(slot, idle), SAY(slot, borrowed), SAY(slot, lends), SAY(slot, sms), SAY(slot, starting);
     printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));
     printf("slots %d\nunit %llu\namount_bits %d\nmost %llu\n", SLOTS, (unsigned long long)UNIT, AMOUNT_BITS, (unsigned long long)MOST);
     printf("magic %s %s\n", LIMIT_MAGIC, USAGE_MAGIC);

@@ -28,6 +28,7 @@ import (
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/emulator/mps"
 )
 
 const usage = `gpu-emulator: an emulated NVIDIA driver
@@ -57,6 +58,9 @@ on a running world (all take --socket PATH):
                                           the UUID of a MIG device the Xid alone, on its instances
   health --gpu I JSON                     set figures of a GPU's health, as show prints them: '{"remapFailed": false}'
   setup --gpu I JSON                      change what an earlier owner would have set, as show prints it: '{"compute": "exclusive-process"}'
+  fault --pid PID [--xid 31]              a fatal fault of a process with a context; under MPS also of its server's clients
+  busy --pid PID --gpu I PERCENT          the process keeps the GPU busy from now on; killed then, it takes MPS's other
+                                          clients with it
   peak [--reset] I                        the most bytes that processes had on the GPU together, since the last reset
   lose --gpu I | restore --gpu I          off the bus with Xid 79 | back again
   link --gpu I [--link N] down|up         an NVLink of the GPU, at both of its ends, or all of them; no Xid comes with it
@@ -87,6 +91,7 @@ container, where it has one.
 `
 
 func main() {
+	mps.Main()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	err := run(ctx, os.Args[1:], os.Stdout)
@@ -122,7 +127,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		return nil
 	case "proc":
 		return proc(ctx, args, out)
-	case "show", "calls", "peak", "xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "reboot",
+	case "show", "calls", "peak", "fault", "busy", "xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "reboot",
 		"unplug", "plug", "unload", "load", "fail", "slow", "clear":
 		return control(name, args, out)
 	case "help", "-h", "--help":
@@ -208,6 +213,9 @@ func lay(args []string) error {
 		}
 	}
 	if err := install.Driver(driver, *built, w); err != nil {
+		return err
+	}
+	if err := mps.Lay(filepath.Join(driver, install.Programs), w.DriverVersion()); err != nil {
 		return err
 	}
 	if err := install.Nodes(filepath.Join(*root, *dev), w); err != nil {
@@ -335,6 +343,9 @@ func onNode(ctx context.Context, args []string, out io.Writer) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, install.RemoveRoot(*root)) }()
+	if err := mps.Lay(filepath.Join(*root, install.Programs), w.DriverVersion()); err != nil {
+		return err
+	}
 	return answer(ctx, w, socket, out)
 }
 
@@ -398,6 +409,12 @@ func control(name string, args []string, out io.Writer) error {
 		if name == "xid" {
 			f.BoolVar(&bare, "bare", false, "the Xid alone, without what the fault does")
 		}
+	case "fault":
+		f.IntVar(&pid, "pid", 0, "the process, by the daemon's PID for it")
+		f.IntVar(&code, "xid", 31, "what its GPU raises")
+	case "busy":
+		f.IntVar(&pid, "pid", 0, "the process, by the daemon's PID for it")
+		f.StringVar(&gpu, "gpu", "", "GPU")
 	case "peak":
 		f.BoolVar(&reset, "reset", false, "begin anew after printing")
 	case "load":
@@ -424,7 +441,7 @@ func control(name string, args []string, out io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if want := map[string]int{"xid": 1, "health": 1, "setup": 1, "peak": 1, "mig": 1, "link": 1}[name]; len(rest) != want {
+	if want := map[string]int{"busy": 1, "xid": 1, "health": 1, "setup": 1, "peak": 1, "mig": 1, "link": 1}[name]; len(rest) != want {
 		return fmt.Errorf("%s: %d arguments, want %d", name, len(rest), want)
 	}
 	c, err := daemon.Dial(*socket)
@@ -445,7 +462,7 @@ func control(name string, args []string, out io.Writer) error {
 			return err
 		}
 		index = &i
-	} else if slices.Contains([]string{"xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
+	} else if slices.Contains([]string{"busy", "xid", "health", "setup", "lose", "restore", "link", "reset", "mig", "mig-create", "mig-destroy", "unplug", "plug"}, name) {
 		return fmt.Errorf("%s: --gpu is missing", name)
 	}
 	switch name {
@@ -460,6 +477,14 @@ func control(name string, args []string, out io.Writer) error {
 		enc := json.NewEncoder(out)
 		enc.SetIndent("", "  ")
 		return enc.Encode(st)
+	case "fault":
+		return c.Fail(pid, uint64(code))
+	case "busy":
+		percent, err := strconv.Atoi(rest[0])
+		if err != nil {
+			return fmt.Errorf("busy: %q is no percentage", rest[0])
+		}
+		return c.KeepBusy(pid, *index, percent)
 	case "calls":
 		list, err := c.Calls(pid)
 		if err != nil {

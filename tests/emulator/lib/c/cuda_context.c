@@ -58,8 +58,10 @@ static CUresult begin_life(const char *call, struct context *c)
     if (!limits_begin(c))
         return CUDA_ERROR_OUT_OF_MEMORY;
     TRY(charge(call, d, (int64_t)d->context));
+    unsigned int sms = mps_client() ? (unsigned int)mps_multiprocessors(d) : 0;
     lock();
     c->charged = d->context;
+    c->multiprocessors = sms;
     c->serial = next_serial();
     c->alive = true;
     unlock();

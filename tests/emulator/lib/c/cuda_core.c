@@ -200,10 +200,19 @@ static CUresult initialise(void)
     if (p)
         return *(volatile uint32_t *)p ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
     MUST(switches_read());
-    TRY(translate(driver_open("cuInit")));
-    CUresult r = find_devices();
+    int server;
+    TRY(mps_connect(&server));
+    CUresult r = translate(driver_open("cuInit"));
+    if (r != CUDA_SUCCESS) {
+        mps_leave();
+        return r;
+    }
+    r = server ? mps_join(server) : CUDA_SUCCESS;
+    if (r == CUDA_SUCCESS)
+        r = find_devices();
     if (r != CUDA_SUCCESS) {
         driver_close("cuEmulatorClose");
+        mps_leave();
         return r;
     }
     const char *how = getenv("GPU_EMULATOR_ACCOUNTING");
@@ -236,7 +245,11 @@ API CUresult cuDriverGetVersion(int *version)
 
 int driver_version(void) { return switches.version ? switches.version : cuda_version; }
 
-static void child(void) { pthread_mutex_init(&cuda_lock, NULL); }
+static void child(void)
+{
+    pthread_mutex_init(&cuda_lock, NULL);
+    mps_leave();
+}
 
 __attribute__((constructor)) static void load(void) { pthread_atfork(lock, unlock, child); }
 
@@ -471,6 +484,15 @@ API CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *id)
     return CUDA_ERROR_INVALID_DEVICE;
 }
 
+/* Of a client of MPS these are its current context's, or what its next one has. */
+static int multiprocessors_of(struct device *d)
+{
+    struct context *c = peek();
+    if (mps_client() && c && c->alive && !c->green_of && &devices[c->device] == d && c->multiprocessors)
+        return (int)c->multiprocessors;
+    return mps_multiprocessors(d);
+}
+
 API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 {
     struct device *d;
@@ -487,13 +509,14 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 11: *value = INT32_MAX; break;            /* MAX_PITCH */
     case 12: *value = 65536; break;                /* MAX_REGISTERS_PER_BLOCK */
     case 14: *value = 512; break;                  /* TEXTURE_ALIGNMENT */
-    case 16: *value = d->multiprocessors; break;   /* MULTIPROCESSOR_COUNT */
+    case 16: *value = multiprocessors_of(d); break; /* MULTIPROCESSOR_COUNT */
     case 33: *value = (int)d->bus; break;          /* PCI_BUS_ID */
     case 34: *value = (int)d->slot; break;         /* PCI_DEVICE_ID */
     case 39: *value = THREADS_PER_MULTIPROCESSOR; break; /* MAX_THREADS_PER_MULTIPROCESSOR */
     case 50: *value = (int)d->domain; break;       /* PCI_DOMAIN_ID */
     case 75: *value = d->major; break;             /* COMPUTE_CAPABILITY_MAJOR */
     case 76: *value = d->minor; break;             /* COMPUTE_CAPABILITY_MINOR */
+    case 133: *value = mps_client(); break;        /* MPS_ENABLED */
     case 147: *value = locality_domains(d); break; /* LOCALITY_DOMAIN_COUNT */
     case 15: case 19: case 31: case 41: case 78:   /* GPU_OVERLAP, CAN_MAP_HOST_MEMORY, CONCURRENT_KERNELS, UNIFIED_ADDRESSING, … */
     case 83: case 89: case 90: case 91: case 95:   /* MANAGED_MEMORY, CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, … */

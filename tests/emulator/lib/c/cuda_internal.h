@@ -105,7 +105,7 @@ struct context {
     struct limits *limits; /* never NULL in a context that has lived */
     struct order order;
     struct context *green_of; /* of a green context: the primary one, whose memory it uses */
-    unsigned int multiprocessors;
+    unsigned int multiprocessors; /* of a green context, and of a client of MPS; else 0 */
     bool converted; /* it is known as a context */
 };
 
@@ -126,6 +126,18 @@ struct device {
     uint64_t bins_map[2];
     struct range *bins[96];
 };
+
+/* mps_connect asks the daemon of the pipe directory for its server; *server is 0 if no daemon
+ * listens there. mps_join tells the world, once the driver is open. mps_leave is for a process that
+ * does not become a client, or is a fork of one. */
+CUresult mps_connect(int *server);
+CUresult mps_join(int server);
+void mps_leave(void);
+bool mps_client(void);
+/* mps_multiprocessors is how many a context has that is made now. mps_alive is the error by which
+ * a client learns that its contexts are gone. */
+int mps_multiprocessors(struct device *d);
+CUresult mps_alive(void);
 
 extern struct device devices[MAX_DEVICES];
 extern int device_count;

@@ -145,6 +145,7 @@ static bool in_context(const struct moment *m, void *arg)
 
 CUresult context_wait(const char *call, struct context *c)
 {
+    TRY(mps_alive());
     lock();
     struct whole w = {c, c->serial, order_tick()};
     uint64_t at = c->order.life == c->serial ? c->order.done_at : 0;

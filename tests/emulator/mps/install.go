@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mpstest
+package mps
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"io"
@@ -10,8 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync"
 	"syscall"
-	"testing"
 	"time"
 )
 
@@ -21,68 +22,70 @@ const (
 	serverName  = "nvidia-cuda-mps-server"
 )
 
-// Main runs an emulated program and ends the process, if the test binary was started as one.
+// Main runs an emulated program and ends the process, if this program was started as one.
 func Main() {
 	switch filepath.Base(os.Args[0]) {
 	case controlName:
 		exit(control(os.Args[1:]))
 	case serverName:
-		go endWithTest()
-		exit(server())
+		exit(server(os.Args[1:]))
 	}
 }
 
 // exit ends the process at once. os.Exit would wait for a second below the race detector.
 func exit(code int) { _, _, _ = syscall.RawSyscall(syscall.SYS_EXIT_GROUP, uintptr(code), 0, 0) }
 
-// endWithTest ends the process when the test's has ended, also by a panic.
-func endWithTest() {
-	data, err := os.ReadFile(filepath.Join(here(), "test"))
-	if err != nil {
-		panic(err)
+// endWith ends this process when the one has ended that Until names, or the world.
+func endWith(w *world) {
+	data, err := os.ReadFile(filepath.Join(here(), untilFile))
+	if pid, bad := strconv.Atoi(string(data)); err == nil && bad == nil {
+		go func() {
+			for syscall.Kill(pid, 0) == nil {
+				time.Sleep(200 * time.Millisecond)
+			}
+			exit(1)
+		}()
 	}
-	test, err := strconv.Atoi(string(data))
-	if err != nil {
-		panic(err)
+	if w != nil {
+		go func() {
+			w.wait()
+			exit(1)
+		}()
 	}
-	for syscall.Kill(test, 0) == nil {
-		time.Sleep(200 * time.Millisecond)
-	}
-	exit(1)
 }
 
-// Install makes a directory with the emulated programs of a driver.
-func Install(t testing.TB, version string) string {
-	t.Helper()
-	dir := t.TempDir()
-	Replace(t, dir, version)
-	return dir
-}
-
-// Replace puts another driver's programs into the directory of Install. Daemons that run are not
-// changed.
-func Replace(t testing.TB, dir, version string) {
-	t.Helper()
-	fresh := filepath.Join(dir, ".fresh")
-	if err := program(fresh, version); err != nil {
-		t.Fatal(err)
+// Lay puts the programs of a driver into a directory, in place of those of another. Daemons that run
+// are not changed. The caller's own program must call Main.
+func Lay(dir, version string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	fresh := filepath.Join(dir, ".nvidia-cuda-mps")
+	if err := errors.Join(removed(fresh), program(fresh, version)); err != nil {
+		return err
 	}
 	for _, name := range []string{controlName, serverName} {
 		link := fresh + name
-		if err := errors.Join(os.Link(fresh, link), os.Rename(link, filepath.Join(dir, name))); err != nil {
-			t.Fatal(err)
+		if err := errors.Join(removed(link), os.Link(fresh, link), os.Rename(link, filepath.Join(dir, name))); err != nil {
+			return err
 		}
 	}
-	if err := os.Remove(fresh); err != nil {
-		t.Fatal(err)
-	}
-	if err := errors.Join(os.WriteFile(filepath.Join(dir, "version"), []byte(version), 0o644),
-		os.WriteFile(filepath.Join(dir, "test"), []byte(strconv.Itoa(os.Getpid())), 0o644)); err != nil {
-		t.Fatal(err)
-	}
+	return os.Remove(fresh)
 }
 
-// program copies the test binary, with a version as NVIDIA's programs have it among their strings.
+// Until has the programs of a directory end when a process has ended, also by a panic.
+func Until(dir string, pid int) error {
+	return os.WriteFile(filepath.Join(dir, untilFile), []byte(strconv.Itoa(pid)), 0o644)
+}
+
+func removed(path string) error {
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// program copies this program, with a version as NVIDIA's have it among their strings.
 func program(path, version string) (err error) {
 	self, err := os.Open("/proc/self/exe")
 	if err != nil {
@@ -121,19 +124,19 @@ type Behaviour struct {
 	Status string `json:"status,omitempty"`
 }
 
-const behaviourFile = "behaviour.json"
+const (
+	behaviourFile = "mps-behaviour.json"
+	untilFile     = "mps-until"
+)
 
-// Set sets how the daemons of a directory of Install behave.
-func Set(t testing.TB, dir string, b Behaviour) {
-	t.Helper()
+// Behave sets how the daemons of the programs in a directory behave.
+func Behave(dir string, b Behaviour) error {
 	data, err := json.Marshal(b)
 	if err != nil {
-		t.Fatal(err)
+		return err
 	}
 	fresh := filepath.Join(dir, "."+behaviourFile)
-	if err := errors.Join(os.WriteFile(fresh, data, 0o644), os.Rename(fresh, filepath.Join(dir, behaviourFile))); err != nil {
-		t.Fatal(err)
-	}
+	return errors.Join(os.WriteFile(fresh, data, 0o644), os.Rename(fresh, filepath.Join(dir, behaviourFile)))
 }
 
 // here is the directory of the programs that run.
@@ -153,10 +156,20 @@ func behaviour() (b Behaviour) {
 	return b
 }
 
-func version() string {
-	data, err := os.ReadFile(filepath.Join(here(), "version"))
+// version is what Lay has put behind this program.
+var version = sync.OnceValue(func() string {
+	f, err := os.Open("/proc/self/exe")
 	if err != nil {
 		panic(err)
 	}
-	return string(data)
-}
+	defer f.Close()
+	end := make([]byte, 32)
+	if _, err := f.Seek(-int64(len(end)), io.SeekEnd); err != nil {
+		panic(err)
+	}
+	if _, err := io.ReadFull(f, end); err != nil {
+		panic(err)
+	}
+	end = bytes.TrimSuffix(end, []byte{0})
+	return string(end[bytes.LastIndexByte(end, 0)+1:])
+})

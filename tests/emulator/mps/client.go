@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mpstest
+package mps
 
 import (
 	"errors"
@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strconv"
 	"time"
 )
 
@@ -31,10 +30,12 @@ func Connect(pipe string) (*Client, error) {
 		_ = c.SetReadDeadline(time.Now().Add(10 * time.Second))
 		var n int
 		if n, err = c.Read(answer); err == nil {
+			var server int
 			var p float64
-			if p, err = strconv.ParseFloat(string(answer[:n]), 64); err == nil {
+			if _, err = fmt.Sscanf(string(answer[:n]), "server %d percent %f", &server, &p); err == nil {
 				return &Client{p, c}, nil
 			}
+			err = fmt.Errorf("the daemon answers %q", answer[:n])
 		}
 	}
 	return nil, errors.Join(err, c.Close())

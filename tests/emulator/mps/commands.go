@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mpstest
+package mps
 
 import (
 	"fmt"
@@ -14,7 +14,7 @@ import (
 )
 
 // command returns what the daemon prints for a command.
-func (d *daemon) command(command string, privileged bool, b Behaviour) string {
+func (d *controlDaemon) command(command string, privileged bool, b Behaviour) string {
 	f := strings.Fields(command)
 	if len(f) == 0 {
 		return "Unknown command \"\"\n"
@@ -48,6 +48,7 @@ func (d *daemon) command(command string, privileged bool, b Behaviour) string {
 		}
 		if f[0][0] == 's' {
 			d.set(&server.percent, f, 2, deaf)
+			d.told(d.world.setPercent(server.known, server.percent))
 		}
 		return fmt.Sprintf("%.1f\n", server.percent)
 	case "get_client_list":
@@ -66,12 +67,18 @@ func (d *daemon) command(command string, privileged bool, b Behaviour) string {
 		case b.Status != "":
 			return b.Status + "\n"
 		}
+		fault, err := d.world.inFault(server.known)
+		d.told(err)
+		if fault {
+			return "FAULT\n"
+		}
 		return "ACTIVE\n"
 	case "terminate_client":
 		if server == nil {
 			return missing + strings.TrimSuffix(missing, "\n") + "!\n1\n"
 		}
 		if c := server.clients[number(2)]; c != nil && !b.Sticky && !deaf {
+			d.told(d.world.detach(server.known, number(2)))
 			_ = c.Close()
 			delete(server.clients, number(2))
 		}
@@ -79,6 +86,9 @@ func (d *daemon) command(command string, privileged bool, b Behaviour) string {
 	case "shutdown_server":
 		if server == nil {
 			return missing
+		}
+		if len(server.clients) == 0 || slices.Contains(f, "-f") {
+			_ = server.cmd.Process.Kill()
 		}
 		return ""
 	case "start_server":
@@ -101,8 +111,15 @@ func (d *daemon) command(command string, privileged bool, b Behaviour) string {
 	return fmt.Sprintf("Unknown command %q\n", f[0])
 }
 
+// told notes what the world refused.
+func (d *controlDaemon) told(err error) {
+	if err != nil {
+		d.logf("%v", err)
+	}
+}
+
 // set takes a percentage as NVIDIA's do: what is not one changes nothing.
-func (d *daemon) set(to *float64, f []string, at int, deaf bool) {
+func (d *controlDaemon) set(to *float64, f []string, at int, deaf bool) {
 	p := 0.0
 	if at < len(f) {
 		_, _ = fmt.Sscanf(f[at], "%g", &p)
@@ -117,7 +134,7 @@ func (d *daemon) set(to *float64, f []string, at int, deaf bool) {
 
 // quitLocked ends the servers and the daemon. With clients it waits for them, or ends them by
 // force.
-func (d *daemon) quitLocked(force bool) {
+func (d *controlDaemon) quitLocked(force bool) {
 	for !force && slices.ContainsFunc(slices.Collect(maps.Values(d.servers)), func(s *mpsServer) bool { return len(s.clients) > 0 }) {
 		d.mu.Unlock()
 		time.Sleep(10 * time.Millisecond)

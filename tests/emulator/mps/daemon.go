@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mpstest
+package mps
 
 import (
+	"bufio"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -18,6 +20,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/tests/emulator"
 )
 
 // control is nvidia-cuda-mps-control.
@@ -77,9 +81,10 @@ func speak() int {
 	return 0
 }
 
-// daemon is an emulated control daemon.
-type daemon struct {
-	dir string
+// controlDaemon is an emulated control daemon.
+type controlDaemon struct {
+	dir   string
+	world *world // nil if there is none
 
 	mu      sync.Mutex // guards what follows
 	percent float64
@@ -90,6 +95,7 @@ type daemon struct {
 type mpsServer struct {
 	cmd     *exec.Cmd
 	hold    io.Closer // what the server's life hangs on
+	known   int       // its PID as the world knows it
 	percent float64
 	clients map[int]net.Conn
 }
@@ -110,8 +116,13 @@ func daemonMain() int {
 		return 1
 	}
 	signal.Ignore(syscall.SIGPIPE)
-	go endWithTest()
-	d := &daemon{dir: dir, percent: 100, servers: map[int]*mpsServer{}}
+	w, err := theWorld()
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	endWith(w)
+	d := &controlDaemon{dir: dir, world: w, percent: 100, servers: map[int]*mpsServer{}}
 	_ = syscall.Unlink(filepath.Join(dir, "log"))
 	if err := syscall.Mkfifo(filepath.Join(dir, "log"), 0o777); err != nil {
 		return 1
@@ -140,11 +151,11 @@ func daemonMain() int {
 	return 1
 }
 
-func (d *daemon) logf(format string, args ...any) {
+func (d *controlDaemon) logf(format string, args ...any) {
 	fmt.Printf("[%s Control %5d] %s\n", time.Now().Format("2006-01-02 15:04:05.000"), os.Getpid(), fmt.Sprintf(format, args...))
 }
 
-func (d *daemon) accept(l *net.UnixListener, privileged bool) error {
+func (d *controlDaemon) accept(l *net.UnixListener, privileged bool) error {
 	for {
 		c, err := l.AcceptUnix()
 		if err != nil {
@@ -156,7 +167,7 @@ func (d *daemon) accept(l *net.UnixListener, privileged bool) error {
 }
 
 // serve serves a control program or a client, as the first packet says.
-func (d *daemon) serve(c *net.UnixConn, privileged bool) {
+func (d *controlDaemon) serve(c *net.UnixConn, privileged bool) {
 	defer c.Close()
 	packet := make([]byte, 128<<10)
 	n, err := c.Read(packet)
@@ -228,20 +239,37 @@ func peer(c *net.UnixConn) int {
 }
 
 // client serves a client until it leaves or is terminated. Its percentage is its server's at this
-// moment.
-func (d *daemon) client(c *net.UnixConn, packet []byte) {
+// moment, until the world says otherwise.
+func (d *controlDaemon) client(c *net.UnixConn, packet []byte) {
 	pid := peer(c)
 	s, err := d.serverFor()
 	if err != nil {
-		_, _ = c.Write([]byte("805"))
+		d.logf("%v", err)
+		_, _ = fmt.Fprintf(c, "error %d", emulator.ErrMPSConnection)
 		return
 	}
+	d.logf("NEW CLIENT %d from user 0: Server already exists", pid)
+	for d.world != nil { // a server with a fault takes no client until all that it has are gone
+		fault, err := d.world.inFault(s.known)
+		if err != nil || !fault {
+			break
+		}
+		_ = c.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
+		if _, err := c.Read(packet); !errors.Is(err, os.ErrDeadlineExceeded) {
+			return // it waits no more
+		}
+	}
+	_ = c.SetReadDeadline(time.Time{})
 	d.mu.Lock()
+	if len(s.clients) >= emulator.MostMPSClients {
+		d.mu.Unlock()
+		_, _ = fmt.Fprintf(c, "error %d", emulator.ErrMPSClients)
+		return
+	}
 	s.clients[pid] = c
 	percent := s.percent
 	d.mu.Unlock()
-	d.logf("NEW CLIENT %d from user 0: Server already exists", pid)
-	_, _ = fmt.Fprintf(c, "%.1f", percent)
+	_, _ = fmt.Fprintf(c, "server %d percent %.1f", s.known, percent)
 	_, _ = c.Read(packet)
 	d.mu.Lock()
 	if s.clients[pid] == c {
@@ -251,14 +279,18 @@ func (d *daemon) client(c *net.UnixConn, packet []byte) {
 }
 
 // serverFor returns the server, which it starts if there is none.
-func (d *daemon) serverFor() (*mpsServer, error) {
+func (d *controlDaemon) serverFor() (*mpsServer, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, s := range d.servers {
 		return s, nil
 	}
-	cmd := exec.Command(filepath.Join(here(), serverName))
+	cmd := exec.Command(filepath.Join(here(), serverName), fmt.Sprint(d.percent))
 	hold, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return nil, err
 	}
@@ -267,6 +299,11 @@ func (d *daemon) serverFor() (*mpsServer, error) {
 	}
 	pid := cmd.Process.Pid
 	s := &mpsServer{cmd: cmd, hold: hold, percent: d.percent, clients: map[int]net.Conn{}}
+	if line, _ := bufio.NewReader(out).ReadString('\n'); !ready(line, &s.known) {
+		_ = hold.Close()
+		_ = cmd.Wait()
+		return nil, fmt.Errorf("server %d has not started: %s", pid, strings.TrimSpace(line))
+	}
 	d.servers[pid] = s
 	d.logf("Starting new server %d for user 0", pid)
 	go func() {
@@ -281,8 +318,28 @@ func (d *daemon) serverFor() (*mpsServer, error) {
 	return s, nil
 }
 
+func ready(line string, pid *int) bool {
+	_, err := fmt.Sscanf(line, "ready %d", pid)
+	return err == nil
+}
+
 // server is nvidia-cuda-mps-server. It lives as long as its daemon, or longer.
-func server() int {
+func server(args []string) int {
+	w, err := theWorld()
+	percent := 100.0
+	if err == nil && len(args) == 1 {
+		percent, err = strconv.ParseFloat(args[0], 64)
+	}
+	endWith(w)
+	pid := 0
+	if err == nil {
+		pid, err = w.serve(percent)
+	}
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	fmt.Printf("ready %d\n", pid)
 	_, _ = io.Copy(io.Discard, os.Stdin)
 	for behaviour().Outlive {
 		time.Sleep(10 * time.Millisecond)
