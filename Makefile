@@ -182,7 +182,7 @@ emulator-image:
 # Built from what the commit has, not from the checkout. REGISTRY is where you publish it, a host with or
 # without a path; REPOSITORY and PLACER_REPOSITORY are where the images go there: the manifests and the
 # chart name them. AGAIN=1 builds an old version, with the
-# packages of its time.
+# packages of its time. KEY is the file of a private key that signs it, BUILDER a URI of who makes it.
 DIST       := dist/$(VERSION)
 REPOSITORY ?= $(or $(REGISTRY),localhost)/gpu-agent
 PLACER_REPOSITORY ?= $(or $(REGISTRY),localhost)/gpu-placer
@@ -196,7 +196,8 @@ release: imager
 		$(MAKE) --no-print-directory -C $(STAGE)/source build $(call FOR_IMAGE,$$arch) BIN=$(STAGE)/$$arch GOFLAGS=-buildvcs=false; done
 	@$(MAKE) --no-print-directory -C $(STAGE)/source plugins PLUGIN_DIR=$(STAGE)/plugins VERSION=$(VERSION) COMMIT=$(COMMIT) DATE=$(DATE) GOFLAGS=-buildvcs=false
 	@$(BIN)/image release --out $(DIST) --checkout $(STAGE)/source --gpu-agent-repository $(REPOSITORY) --gpu-placer-repository $(PLACER_REPOSITORY) \
-		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 --plugins $(STAGE)/plugins $(ABOUT)
+		--bin amd64=$(STAGE)/amd64 --bin arm64=$(STAGE)/arm64 --plugins $(STAGE)/plugins $(ABOUT) \
+		$(if $(REGISTRY),--chart-repository $(CHART_REPOSITORY)) $(if $(BUILDER),--builder $(BUILDER)) $(if $(KEY),--key $(KEY))
 	@rm -rf $(STAGE)
 
 # Pushes the release in DIST, and makes it first where there is none. Credentials are those of

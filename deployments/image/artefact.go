@@ -47,7 +47,8 @@ type artefact struct {
 	content content.Fetcher
 }
 
-// read returns a release's artefacts: the images, and then the chart, which names them by their digests.
+// read returns a release's artefacts: the signatures, the images, and then the chart, which names these
+// by their digests.
 func (p *publication) read(ctx context.Context) ([]*artefact, error) {
 	if err := checkVersion(p.version); err != nil {
 		return nil, err
@@ -55,11 +56,23 @@ func (p *publication) read(ctx context.Context) ([]*artefact, error) {
 	if err := checkSums(p.dir); err != nil {
 		return nil, err
 	}
-	var all []*artefact
+	signatures, err := readSignatures(p.dir)
+	if err != nil {
+		return nil, err
+	}
+	var all, beside []*artefact
+	addSignatures := func(a *artefact, name string) error {
+		more, err := a.signatures(ctx, name, signatures)
+		beside = append(beside, more...)
+		return err
+	}
 	images := map[string]string{} // by product, with the digest
 	for _, of := range products {
 		a, err := p.readImage(ctx, of)
 		if err != nil {
+			return nil, err
+		}
+		if err := addSignatures(a, of.name); err != nil {
 			return nil, err
 		}
 		images[of.name] = a.at + "@" + a.root.Digest.String()
@@ -84,7 +97,11 @@ func (p *publication) read(ctx context.Context) ([]*artefact, error) {
 		return nil, err
 	}
 	chart := &artefact{at: p.chart, tag: c.version, file: file, what: "Helm chart", root: root, content: c.store}
-	return append(all, chart), nil
+	if err := addSignatures(chart, chartArtefact); err != nil {
+		return nil, err
+	}
+	// A version has its signatures before it has its tag.
+	return append(append(beside, all...), chart), nil
 }
 
 // readImage finds a product's image in its archive, by the digest that the release tells.

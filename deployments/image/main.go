@@ -111,6 +111,8 @@ func (q *request) register(flags *flag.FlagSet) {
 	}
 	flags.StringVar(&q.from, "from", "", "folder of a release")
 	flags.StringVar(&q.chart, "chart-repository", "", "name of the chart in a registry, without a tag")
+	flags.StringVar(&r.builder, "builder", defaultBuilder, "URI of who makes a release, for its statements")
+	flags.StringVar(&r.key, "key", "", "file of the private key that signs a release; empty signs nothing")
 	flags.BoolVar(&q.force, "force", false, "publish over a version that names something else")
 	flags.StringVar(&r.about.version, "version", "dev", "version of the programs")
 	flags.StringVar(&r.about.revision, "revision", "", "the commit")
@@ -133,6 +135,7 @@ func (q *request) complete() error {
 	}
 	q.release.debian = &debian{dir: cache}
 	q.release.about.created = time.Unix(0, 0)
+	q.release.chartAt = cmp.Or(q.chart, "localhost/charts/"+chartName)
 	if q.created != "" {
 		if q.release.about.created, err = time.Parse(time.RFC3339, q.created); err != nil {
 			return fmt.Errorf("read --created: %w", err)

@@ -129,12 +129,16 @@ func (s *shop) tags(t *testing.T) map[string]string {
 
 // small writes a release for this registry, of both architectures, with the real chart and programs of a
 // few bytes. Other programs give it other digests.
-func (s *shop) small(t *testing.T, programs string) string {
+func (s *shop) small(t *testing.T, programs string) string { return s.smallBy(t, programs, "") }
+
+// smallBy is small, signed by the private key in a file; empty signs nothing.
+func (s *shop) smallBy(t *testing.T, programs, key string) string {
 	t.Helper()
 	dir := filepath.Join(t.TempDir(), publishedVersion)
 	r := &release{
 		source:       source{checkout: "../..", about: about{version: publishedVersion, revision: "abc", created: time.Date(2026, 11, 27, 1, 2, 3, 0, time.UTC)}},
 		repositories: map[string]string{"gpu-agent": s.at("gpu-agent"), "gpu-placer": s.at("gpu-placer")},
+		builder:      defaultBuilder, key: key, chartAt: s.at("charts/gpu-agent"),
 	}
 	digests := map[string]string{}
 	for _, of := range products {
@@ -157,12 +161,18 @@ func (s *shop) small(t *testing.T, programs string) string {
 		}
 		digests[of.name] = digest.String()
 		if err := errors.Join(writeArchive(filepath.Join(dir, archiveFile(of, publishedVersion)), index, r.about.created, r.repository(of)+":"+publishedVersion),
+			r.addStatement(of, dir, digest.String(), parts),
 			writeText(filepath.Join(dir, of.name+"-digest"), digest.String()+"\n")); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := errors.Join(r.addChart(t.Context(), dir, digests), checksums(dir)); err != nil {
 		t.Fatal(err)
+	}
+	if key != "" {
+		if err := r.sign(dir); err != nil {
+			t.Fatal(err)
+		}
 	}
 	return dir
 }

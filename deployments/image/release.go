@@ -31,6 +31,9 @@ type release struct {
 	plugins      string            // the folder of the plugin for kubectl, in it one for each platform; may be empty
 	out          string
 	again        bool // an old version, with the packages of its time
+	// builder is who makes the release, by a URI, for the statements. key is the file of the private key
+	// that signs it, or empty; chartAt is where the chart goes, for what is signed.
+	builder, key, chartAt string
 }
 
 // check says why this cannot be released: the version, or what a later build of the commit
@@ -127,7 +130,10 @@ func (r *release) fill(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
-	return checksums(dir)
+	if err := checksums(dir); err != nil || r.key == "" {
+		return err
+	}
+	return r.sign(dir)
 }
 
 // chartFile is the name of a version's packed chart.
@@ -174,7 +180,9 @@ func (r *release) addImage(ctx context.Context, of product, dir string) (string,
 	}
 	// By both names, since the manifests and the chart go by the digest.
 	file, at := filepath.Join(dir, archiveFile(of, v)), r.repository(of)
-	err = writeArchive(file, index, r.about.created, at+":"+v, at+"@"+digest.String())
+	err = errors.Join(
+		r.addStatement(of, dir, digest.String(), parts),
+		writeArchive(file, index, r.about.created, at+":"+v, at+"@"+digest.String()))
 	return digest.String(), errors.Join(err, report(parts, of.name+" "+digest.String()))
 }
 

@@ -110,6 +110,7 @@ func TestReleaseIsWhole(t *testing.T) {
 	sums, digest := read("SHA256SUMS"), strings.TrimSpace(read("gpu-agent-digest"))
 	for _, name := range []string{"gpu-agent-v0.1.0-rc.1.oci.tar", "gpu-agent-0.1.0-rc.1.tgz", "gpu-agent-v0.1.0-rc.1.yaml", "gpu-agent-v0.1.0-rc.1-amd64.cdx.json", "NOTES.md", "gpu-agent-digest", "gpu-agent-chart-digest",
 		"kubectl-gpu-v0.1.0-rc.1-darwin-arm64.tar.gz", "kubectl-gpu-v0.1.0-rc.1-linux-amd64.tar.gz", "kubectl-gpu-v0.1.0-rc.1-linux-amd64.cdx.json",
+		"gpu-agent-v0.1.0-rc.1.intoto.json", "gpu-placer-v0.1.0-rc.1.intoto.json",
 		"gpu-placer-v0.1.0-rc.1.oci.tar", "gpu-placer-v0.1.0-rc.1.yaml", "gpu-placer-v0.1.0-rc.1-amd64.cdx.json", "gpu-placer-digest"} {
 		if !strings.Contains(sums, "  "+name+"\n") {
 			t.Errorf("SHA256SUMS lacks %s", name)
@@ -122,6 +123,7 @@ func TestReleaseIsWhole(t *testing.T) {
 	}
 	image := r.repository(products[0]) + "@" + digest
 	placer := r.repository(products[1]) + "@" + strings.TrimSpace(read("gpu-placer-digest"))
+	t.Run("statement", func(t *testing.T) { r.isStated(t, read("gpu-agent-v0.1.0-rc.1.intoto.json"), digest) })
 	t.Run("archive", func(t *testing.T) {
 		dir := t.TempDir()
 		if out, err := exec.Command("tar", "-xf", filepath.Join(r.out, "gpu-agent-v0.1.0-rc.1.oci.tar"), "-C", dir).CombinedOutput(); err != nil {

@@ -141,3 +141,54 @@ func TestLimiter(t *testing.T) {
 		t.Errorf("calls %q, want %q", calls, want)
 	}
 }
+
+// TestHookOutcomes: an outcome counts as long as its container's cgroup has processes, and a failure always.
+func TestHookOutcomes(t *testing.T) {
+	id := strings.Repeat("0123456789abcdef", 4)
+	hierarchy, path := containerCgroup(t, id)
+	runtime := node.NewRuntime(node.RuntimeOptions{Cgroups: hierarchy})
+	defer runtime.Close()
+	state := t.TempDir()
+	for at, text := range map[string]string{
+		id + "/aaaa":                      "limit v1\ncgroup " + path + "\ngpu GPU-0 1 1 1\ndone\n",
+		strings.Repeat("1", 64) + "/bbbb": "limit v1\ncgroup \nfailed it is so\n",
+		strings.Repeat("2", 64) + "/cccc": "limit v1\ncgroup /kubepods/pod1/" + strings.Repeat("2", 64) + "\ngpu GPU-0 1 1 1\ndone\n",
+	} {
+		file := filepath.Join(lib.OutcomesDir(state), at)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(file), 0o700), os.WriteFile(file, []byte(text), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	h := &HookOutcomes{All: lib.OpenOutcomes(state), Runtime: runtime}
+	keys := func() string {
+		t.Helper()
+		all, err := h.Outcomes()
+		if err != nil {
+			t.Error(err)
+		}
+		var out []string
+		for _, o := range all {
+			out = append(out, o.Key)
+		}
+		slices.Sort(out)
+		return strings.Join(out, " ")
+	}
+	if got := keys(); got != "bbbb" {
+		t.Errorf("without processes: %s", got)
+	}
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(hierarchy+path+"/cgroup.procs", fmt.Append(nil, cmd.Process.Pid), 0); err != nil {
+		t.Error(err)
+	}
+	if got := keys(); got != "aaaa bbbb" {
+		t.Errorf("with a process: %s", got)
+	}
+	_ = cmd.Process.Kill()
+	_ = cmd.Wait()
+	for got := keys(); got != "bbbb"; got = keys() {
+		time.Sleep(time.Millisecond) // until the kernel has taken it out
+	}
+}

@@ -51,7 +51,8 @@ type Processes struct {
 // Check returns nil if the node's processes can be seen from here, and otherwise the reason.
 func (p Processes) Check() error { return p.SeesNode(p.Runtime) }
 
-// HookOutcomes implements Outcomes with package lib. A container lives as long as its cgroup is there.
+// HookOutcomes implements Outcomes with package lib. A container lives as long as its cgroup has
+// processes.
 type HookOutcomes struct {
 	All     *lib.Outcomes
 	Runtime *node.Runtime
@@ -65,8 +66,8 @@ const sweepEvery = time.Minute
 func (h *HookOutcomes) Outcomes() ([]lib.Outcome, error) {
 	all, err := h.All.All()
 	gone := func(id, cgroup string) bool {
-		_, err := h.Runtime.CgroupDir(node.Owner{ID: id, Cgroup: cgroup, V2: true})
-		return errors.Is(err, gpu.ErrNotFound)
+		lives, err := h.Runtime.HasProcesses(node.Owner{ID: id, Cgroup: cgroup, V2: true})
+		return err == nil && !lives || errors.Is(err, gpu.ErrNotFound)
 	}
 	if now := time.Now(); now.Sub(h.swept) >= sweepEvery {
 		h.swept = now

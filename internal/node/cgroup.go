@@ -3,8 +3,12 @@
 package node
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"path"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -39,6 +43,23 @@ func (r *Runtime) CgroupDir(o Owner) (string, error) {
 	}
 	defer unix.Close(dir)
 	return path.Join(at, o.Cgroup), nil
+}
+
+// HasProcesses reports whether there are processes in a container's cgroup or below it. Some runtimes
+// leave the cgroup of a container that has ended for a while. Errors are those of CgroupDir.
+func (r *Runtime) HasProcesses(o Owner) (bool, error) {
+	dir, err := r.CgroupDir(o)
+	if err != nil {
+		return false, err
+	}
+	text, err := os.ReadFile(path.Join(dir, "cgroup.events"))
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) {
+		return false, &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("cgroup of container %s: it was removed", o.ID)}
+	}
+	if err != nil {
+		return false, fmt.Errorf("look for processes of container %s: %w", o.ID, err)
+	}
+	return slices.Contains(strings.Split(string(text), "\n"), "populated 1"), nil
 }
 
 // ownCgroup returns an error if the path is not that of the container's own cgroup.

@@ -5,6 +5,8 @@ package node
 import (
 	"errors"
 	"os"
+	"os/exec"
+	"strconv"
 	"testing"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -45,5 +47,25 @@ func TestCgroupDir(t *testing.T) {
 	}
 	if dir, err := r.CgroupDir(o); err != nil || dir != mount+o.Cgroup {
 		t.Errorf("%q, %v, want %s", dir, err, mount+o.Cgroup)
+	}
+	// A cgroup may stay for a while when its container has ended.
+	if has, err := r.HasProcesses(o); err != nil || has {
+		t.Errorf("without processes: %v, %v", has, err)
+	}
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Wait() }()
+	defer func() { _ = cmd.Process.Kill() }()
+	if err := os.WriteFile(mount+o.Cgroup+"/cgroup.procs", []byte(strconv.Itoa(cmd.Process.Pid)), 0); err != nil {
+		t.Fatal(err)
+	}
+	if has, err := r.HasProcesses(o); err != nil || !has {
+		t.Errorf("with a process: %v, %v", has, err)
+	}
+	o.Cgroup = o.Cgroup[:len(o.Cgroup)-1]
+	if has, err := r.HasProcesses(o); err == nil || has {
+		t.Errorf("of no container: %v, %v", has, err)
 	}
 }

@@ -4,6 +4,7 @@ package release
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -26,12 +27,15 @@ func TestPublishedRelease(t *testing.T) {
 	b := newBench(t)
 	ctx, kit, node := t.Context(), b.kit, b.node
 	b.registry()
-	r := b.makeFor(registry, "v0.1.0-rc.1", filepath.Join(kit.Cache, "bin"))
+	key := filepath.Join(b.home, "release.key")
+	must(t, exec.Command("openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", key).Run())
+	r := b.makeFor(registry, "v0.1.0-rc.1", filepath.Join(kit.Cache, "bin"), "--key", key, "--chart-repository", registry+"/charts/gpu-agent")
 	for i, want := range []string{"tagged    " + r.chartReference(), "is there  " + r.chartReference()} {
 		if said := b.publish(r); !strings.Contains(said, want) || i == 1 && strings.Contains(said, "pushed ") {
 			t.Fatalf("published %d times, it does not say %q:\n%s", i+1, want, said)
 		}
 	}
+	b.signed(r)
 	if there := b.exec("ctr", "-n", "k8s.io", "images", "list", "-q"); strings.Contains(there, registry) {
 		t.Fatalf("the node has an image of the registry before a pod asked for it:\n%s", there)
 	}
@@ -51,6 +55,29 @@ func TestPublishedRelease(t *testing.T) {
 	b.runs(r)
 	must(t, node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpus * units}))
 	b.tenant("a", 16).unhurt()
+}
+
+// signed looks for the signatures of a release in the registry, as the node sees it: those of both images and the chart, and
+// the statements. That they are good is for deployments/image.
+func (b *bench) signed(r *madeRelease) {
+	b.Helper()
+	for repository, digest := range map[string]string{"gpu-agent": r.digest, "gpu-placer": r.placer, "charts/gpu-agent": r.text("gpu-agent-chart-digest")} {
+		tag := "sha256-" + strings.TrimPrefix(digest, "sha256:")
+		for suffix, kind := range map[string]string{".sig": "simplesigning", ".att": "dsse.envelope"} {
+			if suffix == ".att" && repository == "charts/gpu-agent" {
+				continue
+			}
+			if said := b.exec("busybox", "wget", "-q", "-O", "-", "http://"+listen+"/v2/team/"+repository+"/manifests/"+tag+suffix); !strings.Contains(said, kind) {
+				b.Errorf("%s%s of %s is\n%s", tag, suffix, repository, said)
+			}
+		}
+	}
+}
+
+// text is a file of the release.
+func (r *madeRelease) text(name string) string {
+	data, _ := os.ReadFile(filepath.Join(r.dir, name))
+	return strings.TrimSpace(string(data))
 }
 
 // chartReference is the chart's name in the registry, with its tag.

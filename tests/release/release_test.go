@@ -175,11 +175,11 @@ func (b *bench) older() *madeRelease {
 func (b *bench) make(version, bin string) *madeRelease { return b.makeFor("localhost", version, bin) }
 
 // makeFor makes a release for a registry.
-func (b *bench) makeFor(registry, version, bin string) *madeRelease {
+func (b *bench) makeFor(registry, version, bin string, flags ...string) *madeRelease {
 	dir := b.folder(version)
-	must(b.T, b.kit.Run(b.Context(), b.kit.Bin("image"), "release", "--out", dir, "--checkout", b.kit.Root, "--version", version,
-		"--gpu-agent-repository", registry+"/gpu-agent", "--gpu-placer-repository", registry+"/gpu-placer",
-		"--bin", runtime.GOARCH+"="+bin, "--cache", filepath.Join(b.kit.Cache, "images", "debian"), "--newer"))
+	must(b.T, b.kit.Run(b.Context(), b.kit.Bin("image"), append([]string{"release", "--out", dir, "--checkout", b.kit.Root, "--version", version,
+		"--gpu-agent-repository", registry + "/gpu-agent", "--gpu-placer-repository", registry + "/gpu-placer",
+		"--bin", runtime.GOARCH + "=" + bin, "--cache", filepath.Join(b.kit.Cache, "images", "debian"), "--newer"}, flags...)...))
 	r := b.read(dir, version)
 	r.registry = registry
 	return r
