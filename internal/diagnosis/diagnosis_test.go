@@ -347,6 +347,12 @@ func TestWalkHasCaps(t *testing.T) {
 	if d := facts(p, n).Explain(); d.Write(&text) != nil || !strings.Contains(text.String(), "main: 24576 MiB (24 units of 1024), held by api") {
 		t.Error(text.String())
 	}
+	// What no GPU has was never given.
+	text.Reset()
+	p.Containers[0].Requests[memory] = 100
+	if d := facts(p, n).Explain(); d.Write(&text) != nil || strings.Contains(text.String(), "held by") {
+		t.Error(text.String())
+	}
 }
 
 // onlyPod makes the pod the subject.

@@ -429,11 +429,11 @@ func (f *Facts) caps(p *Pod) (out []string) {
 				g := &s.GPUs[j]
 				n := c.Requests[g.Resource]
 				has := len(c.Devices) == 0 || slices.Contains(gpusOf(c.Devices), g.UUID)
-				if n <= 0 || !has || !g.Kind.Counted().Together() || s.MemoryUnitMiB == 0 {
+				if n <= 0 || n > int64(g.Total) || !has || !g.Kind.Counted().Together() || s.MemoryUnitMiB == 0 {
 					continue
 				}
 				out = append(out, fmt.Sprintf("%s: %d MiB (%d units of %d), held by %s", c.Name,
-					min(n, int64(g.Total))*int64(s.MemoryUnitMiB), n, s.MemoryUnitMiB, cmp.Or(g.Guarantee, "nothing")))
+					n*int64(s.MemoryUnitMiB), n, s.MemoryUnitMiB, cmp.Or(g.Guarantee, "nothing")))
 				break // each GPU of the node has the same unit
 			}
 		}

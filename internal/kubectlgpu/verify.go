@@ -74,7 +74,7 @@ func Verify(ctx context.Context, c *pluginkube.Client, node string, o VerifyOpti
 	}
 	i := slices.IndexFunc(fleet.GPUNodes, func(n diagnosis.GPUNode) bool { return n.Name == node })
 	if i < 0 || fleet.GPUNodes[i].Status == nil {
-		return nil, fmt.Errorf("node %s has no GPUNode that can be used: kubectl gpu why node/%[1]s says why", node)
+		return nil, fmt.Errorf("node %s has no GPUNode that can be used: ask kubectl gpu why node/%[1]s", node)
 	}
 	s := fleet.GPUNodes[i].Status
 	if o.Image == "" {
@@ -99,7 +99,7 @@ func Verify(ctx context.Context, c *pluginkube.Client, node string, o VerifyOpti
 		v.Examples = append(v.Examples, e)
 	}
 	if len(v.Examples) == 0 {
-		return v, fmt.Errorf("node %s offers nothing: kubectl gpu why node/%[1]s says why", node)
+		return v, fmt.Errorf("node %s offers nothing: ask kubectl gpu why node/%[1]s", node)
 	}
 	return v, nil
 }

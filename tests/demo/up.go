@@ -7,12 +7,14 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
 	"example.com/gpu-agent/tests/lab"
+	"example.com/gpu-agent/tests/shown"
 )
 
 // What the demo's GPUs are: an H100-80GB reports 81,559 MiB, of which some are
@@ -41,6 +43,7 @@ type demo struct {
 	agent  *lab.Agent
 	shared lab.GPUInfo // the GPU that the first two pods share
 	sliced int         // the index of the GPU in MIG mode
+	config string      // the file by which kubectl on this machine reaches the node's API server
 }
 
 func up(ctx context.Context) (err error) {
@@ -52,7 +55,7 @@ func up(ctx context.Context) (err error) {
 	d := &demo{screen: s, kit: kit}
 	fmt.Println("A real Kubernetes node on this machine, with GPUs that are emulated at the driver's interface.")
 	fmt.Printf("Everything is kept in %s.\n", kit.Cache)
-	for _, b := range kit.Steps() {
+	for _, b := range append(kit.Steps(), lab.Step{Name: "kubectl gpu, the plugin for kubectl", Run: kit.BuildPlugin}) {
 		if err := d.step("Build what is missing: "+b.Name, func() error { return b.Run(ctx) }); err != nil {
 			return err
 		}
@@ -76,6 +79,7 @@ func up(ctx context.Context) (err error) {
 		{"Two pods ask for MIG instances, which are made when they start", d.instances},
 		{"gpu-agent status", d.status},
 		{"Dynamic resource allocation: a GPU is whole, then cut, then shared, as pods ask", d.dynamic},
+		{"The pod that README shows, and kubectl gpu", d.readme},
 	} {
 		if err := d.step(part.title, func() error { return part.do(ctx) }); err != nil {
 			return err
@@ -444,18 +448,122 @@ func runs(s lab.PodState) error {
 	return nil
 }
 
+// tooLarge is a pod to ask about.
+const tooLarge = "too-large"
+
+// readme leaves the node as a reader of README has it: its GPUs are shared, and its example runs.
+func (d *demo) readme(ctx context.Context) error {
+	if err := errors.Join(d.node.DeletePods(ctx), d.node.DeleteClaims(ctx)); err != nil {
+		return err
+	}
+	if err := d.agent.SetPartitions(ctx, allShared); err != nil {
+		return err
+	}
+	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpuCount * unitsPerGPU}); err != nil {
+		return err
+	}
+	page, err := shown.Read("README.md")
+	if err != nil {
+		return err
+	}
+	found := page.Manifests("kind: Pod")
+	if len(found) != 1 {
+		return fmt.Errorf("README shows %d pods, and should show one", len(found))
+	}
+	// An image that is on the node, and something to do.
+	pod := strings.NewReplacer("your-cuda-image", lab.TestImage+"\n      command: [sh, -c, \"trap 'exit 0' TERM; sleep 1000000 & wait\"]",
+		"{name: notebook}", "{name: notebook, namespace: "+lab.PodNamespace+"}").Replace(found[0])
+	d.say("%s", found[0])
+	if _, err := d.node.Kubectl(ctx, strings.NewReader(pod), "apply", "-f", "-"); err != nil {
+		return err
+	}
+	if _, err := d.node.Kubectl(ctx, nil, "wait", "--for=condition=Ready", "pod/notebook", "-n", lab.PodNamespace, "--timeout=2m"); err != nil {
+		return err
+	}
+	out, err := d.node.Kubectl(ctx, nil, "exec", "-n", lab.PodNamespace, "notebook", "--", "nvidia-smi")
+	if err != nil {
+		return err
+	}
+	if !strings.Contains(string(out), "/ 24576MiB") {
+		return fmt.Errorf("README's pod does not see one GPU of 24576 MiB:\n%s", out)
+	}
+	d.say("it sees a GPU of 24 GiB:")
+	d.say("%s", out)
+	large, err := d.node.CreatePod(ctx, lab.Pod{Name: tooLarge, Containers: []lab.Container{{Resources: map[string]int{lab.Memory: 100}}}})
+	if err != nil {
+		return err
+	}
+	if _, err := large.Refused(ctx); err != nil {
+		return err
+	}
+	return d.plugin(ctx)
+}
+
+// plugin shows the commands of kubectl gpu, as people type them.
+func (d *demo) plugin(ctx context.Context) error {
+	dir, err := d.node.Dir("home")
+	if err != nil {
+		return err
+	}
+	text, err := d.node.Kubectl(ctx, nil, "config", "view", "--raw")
+	if err != nil {
+		return err
+	}
+	d.config = filepath.Join(dir, "config")
+	if err := os.WriteFile(d.config, text, 0o600); err != nil {
+		return err
+	}
+	for _, c := range []struct{ args, says string }{
+		{"gpu", fmt.Sprintf("gpu-mem %d/%d", gpuCount*unitsPerGPU-24, gpuCount*unitsPerGPU)},
+		{"gpu why pod/" + tooLarge + " -n " + lab.PodNamespace, "no GPU of this node has more than 79"},
+		{"gpu usage --by pod", lab.PodNamespace + "/notebook"},
+	} {
+		if err := lab.Await(ctx, time.Minute, "kubectl "+c.args+" to say "+c.says, func(ctx context.Context) error {
+			cmd := exec.CommandContext(ctx, d.kit.Bin("kubectl"), strings.Fields(c.args)...)
+			cmd.Env = append(os.Environ(), "PATH="+filepath.Dir(d.kit.Bin("kubectl"))+":"+os.Getenv("PATH"), "KUBECONFIG="+d.config)
+			out, err := cmd.CombinedOutput()
+			if err == nil && !strings.Contains(string(out), c.says) {
+				err = errors.New("it does not")
+			}
+			if err != nil {
+				return fmt.Errorf("%w: %s", err, out)
+			}
+			d.say("$ kubectl %s", c.args)
+			d.say("  %s", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n  "))
+			return nil
+		}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// hint is a command to try, and what it is for.
+type hint struct{ command, shows string }
+
 func (d *demo) farewell() {
+	fmt.Printf("\nAll of it is as it should be, after %.0f s. The node stays up, and the pod notebook of README runs on it. To look around:\n\n",
+		time.Since(d.began).Seconds())
+	fmt.Printf("  export KUBECONFIG=%s PATH=%s:$PATH\n", d.config, filepath.Dir(d.kit.Bin("kubectl")))
+	for _, h := range []hint{
+		{"kubectl gpu", "the GPUs, in a table"},
+		{"kubectl gpu top", "what containers use of their GPU memory"},
+		{"kubectl gpu usage --by pod", "who was granted how much, and used it"},
+		{"kubectl gpu why pod/" + tooLarge + " -n " + lab.PodNamespace, "why it has no GPU"},
+		{"kubectl gpu status " + nodeName, "what the agent knows"},
+		{"kubectl port-forward -n " + lab.AgentNamespace + " ds/gpu-agent 9500", "the same as a page: http://localhost:9500/statusz"},
+		{"kubectl edit configmap -n " + lab.AgentNamespace + " gpu-partitions", "lay the GPUs out another way, and watch:"},
+		{"kubectl get events --watch", ""},
+	} {
+		fmt.Println(strings.TrimRight(fmt.Sprintf("  %-52s # %s", h.command, h.shows), "# "))
+	}
 	fmt.Printf(`
-All of it is as it should be, after %.0f s. The node stays up. To look around:
+A pod to try, which runs nvidia-smi:
 
-  alias k='%s'
-  k get pods -A
-  k describe node %s
-  k edit configmap -n %s gpu-partitions        # lay the GPUs out another way, and watch:
-  k get events --watch
-  k exec -n %[4]s ds/gpu-agent -- gpu-agent status
-  k exec -n %[4]s ds/gpu-agent -- gpu-agent topology
+  kubectl run try -n %[1]s --image=%[2]s --restart=Never --overrides='{"spec": {"containers": [{"name": "try",
+    "image": "%[2]s", "command": ["nvidia-smi"], "resources": {"limits": {"%[3]s": "16"}}}]}}'
+  kubectl logs -n %[1]s try
 
-make demo-down ends it.
-`, time.Since(d.began).Seconds(), d.node.KubectlCommand(), nodeName, lab.AgentNamespace)
+make demo-down ends the node.
+`, lab.PodNamespace, lab.TestImage, lab.Memory)
 }

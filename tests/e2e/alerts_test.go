@@ -3,9 +3,13 @@
 package e2e
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
+	"encoding/xml"
+	"flag"
 	"fmt"
+	"html"
 	"maps"
 	"net"
 	"net/http"
@@ -28,6 +32,9 @@ import (
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/prometheus"
 )
+
+// draw is where the pictures of the boards go.
+var draw = flag.String("draw", "", "`FOLDER` for pictures of Grafana's boards, with what TestAlerts has made")
 
 // speed is by how many times the alerts are faster here than the shipped ones: each wait (`for`),
 // each range, and each number of seconds that a metric in seconds is compared with is so much
@@ -642,7 +649,7 @@ func (a *alarms) boards(began time.Time) {
 	if n, err := a.server.Shown(a.ctx, "gpu_agent_gpu_healthy > 1", began); err != nil || n > 0 {
 		a.Fatalf("what is nowhere is shown %d times: %v", n, err)
 	}
-	asked := 0
+	asked, folder := 0, cmp.Or(*draw, a.TempDir())
 	for _, file := range slices.Sorted(maps.Keys(boards)) {
 		for _, p := range boards[file].Panels {
 			for _, q := range p.Targets {
@@ -655,10 +662,28 @@ func (a *alarms) boards(began time.Time) {
 				}
 			}
 		}
+		a.picture(boards[file], filepath.Join(folder, strings.Replace(strings.TrimSuffix(filepath.Base(file), ".json"), "gpu-agent-", "board-", 1)+".svg"), began)
 	}
 	if asked < 40 {
 		a.Errorf("the boards ask %d questions: this test does not look where they are", asked)
 	}
+}
+
+// picture draws a board into a file.
+func (a *alarms) picture(board prometheus.Board, file string, began time.Time) {
+	a.Helper()
+	picture, err := a.server.Picture(a.ctx, &board, began, func(expr string) string { return fasterClocks(prometheus.Filled(expr), speed) })
+	a.must(err)
+	a.must(xml.Unmarshal(picture, new(struct{})))
+	for _, p := range board.Panels {
+		if !strings.Contains(string(picture), html.EscapeString(p.Title)) {
+			a.Errorf("the picture of %s lacks %s", board.Title, p.Title)
+		}
+	}
+	if n := strings.Count(string(picture), "No data"); n > 0 {
+		a.Errorf("in the picture of %s %d panels have no data", board.Title, n)
+	}
+	a.must(os.WriteFile(file, picture, 0o644)) //nolint:gosec // it is part of the documents
 }
 
 // churned are the alerts that a walk causes, which kills agents, hangs the driver, breaks GPUs and

@@ -19,9 +19,31 @@ type Board struct {
 			Definition string
 		}
 	}
-	Panels []struct {
-		Type, Title, Description string
-		Targets                  []struct{ Expr string }
+	Panels []Panel
+}
+
+// Panel is a part of a board: a row's title, figures, lines or a table.
+type Panel struct {
+	Type, Title, Description string
+	// GridPos is where it is, in parts of a width of 24.
+	GridPos struct{ H, W, X, Y int }
+	Targets []struct{ Expr, LegendFormat string }
+	// Transformations leave out columns of a table, and rename others.
+	Transformations []struct {
+		Options struct {
+			ExcludeByName map[string]bool
+			RenameByName  map[string]string
+		}
+	}
+	// FieldConfig describes its figures.
+	FieldConfig struct {
+		Defaults struct {
+			// Unit is Grafana's word for it: empty for a plain number, percentunit, s, ops or bytes.
+			Unit     string
+			Decimals *int
+			Min, Max *float64
+			Custom   struct{ Stacking struct{ Mode string } }
+		}
 	}
 }
 

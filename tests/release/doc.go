@@ -14,8 +14,8 @@
 //	make release VERSION=v0.1.0-rc.1
 //	go test ./tests/release -from dist/v0.1.0-rc.1
 //
-// TestFirstDay runs the commands that README, docs/install.md, docs/pods.md and what they lead to show, in the
-// order in which a reader comes to them, and logs a transcript with seconds. A command that is shown and not
+// TestFirstDay runs the commands that README, docs/install.md, docs/pods.md and what they lead to show, in a
+// reader's order, and logs a transcript with seconds. A command that is shown and not
 // run needs a reason in the test.
 //
 // A third test publishes a release to a registry on the node, as `make publish` does, and installs it by

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -123,6 +124,9 @@ func (b *bench) registry() {
 	}))
 }
 
+// assignments is a line that only gives variables their values.
+var assignments = regexp.MustCompile(`^(?:[A-Z_]+=\S+ ?)+$`)
+
 // reads runs commands of a document, each chosen by its beginning, and returns what the last one prints.
 // The same commands in other documents count as run, too.
 func (d *day) reads(file string, begins ...string) (out string) {
@@ -144,7 +148,7 @@ func (d *day) shell(command string) string {
 	command = d.names.Replace(command)
 	began := time.Now()
 	script := d.prelude + strings.Join(d.vars, "\n") + "\n" + command + "\n"
-	if words := strings.Fields(command); strings.Contains(words[len(words)-1], "=") && !strings.Contains(words[0], "kubectl") && strings.Contains(words[0], "=") {
+	if assignments.MatchString(command) {
 		d.vars = append(d.vars, command)
 	}
 	// The reader is at this machine, with the node's network, where the registry is; the runtime's own

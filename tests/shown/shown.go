@@ -108,7 +108,7 @@ func (p *Page) Take(begin string) (Command, error) {
 	return Command{}, fmt.Errorf("%s does not show a command that begins with %q", p.File, begin)
 }
 
-// Left returns the commands that nobody has taken.
+// Left returns the commands that were not taken.
 func (p *Page) Left() []Command {
 	return slices.DeleteFunc(slices.Clone(p.Commands), func(c Command) bool { return c.taken })
 }
