@@ -210,8 +210,8 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 	cloud.noneRefused()
 }
 
-// What is no Job goes through MultiKueue, too: the worker's check judges the workload, which comes there first. It keeps
-// the room for the pods of the JobSet or RayJob that comes later, and for a pod of its own.
+// What is no Job goes through MultiKueue, too: the worker's check judges the workload, which comes there first, and
+// keeps the room for the pods that come later. An elastic job grows there.
 func TestMultiKueueOwners(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
@@ -235,6 +235,12 @@ func TestMultiKueueOwners(t *testing.T) {
 	home.awaitPods("ray.io/cluster="+home.clusterOf("ray")+shares, map[string]int{"on-prem": 1})
 	m.ownPod("own", 20, nil, nil)
 	home.awaitPods("app=own", map[string]int{"on-prem": 1})
+	m.elastic("grows", 1, 10)
+	home.awaitAt("grows", "on-prem", 1)
+	before := home.podsOf("batch.kubernetes.io/job-name=grows")
+	m.patch(jobs+"/grows", object{"spec": object{"parallelism": 2}})
+	home.awaitAt("grows", "on-prem", 2)
+	home.still(t, before)
 	m.Await(t, "the JobSet is complete here, too", func() error {
 		var is struct {
 			Status struct{ TerminalState string }
