@@ -207,10 +207,22 @@ func TestPatienceGoesByWhatJobsSay(t *testing.T) {
 	deadline := func(n int64) func(*Workload) {
 		return func(w *Workload) { w.Sets[0].Pod.ActiveDeadlineSeconds = &n }
 	}
+	const done = time.Hour - 50*time.Second
+	resumed := func(w *Workload) { // it ran before, and goes on from there
+		says(time.Hour)(w)
+		w.Past, w.Sets[0].Labels = done, map[string]string{"example.com/gpu.checkpoints": "true"}
+	}
+	anew := func(w *Workload) { resumed(w); w.Sets[0].Labels = nil }
+	limited := func(w *Workload) { w.Longest, w.Past = time.Hour, done }
+	longer := func(w *Workload) { resumed(w); w.Past = 2 * time.Hour }
 	for name, is := range map[string]struct {
 		holders []func(*Workload)
 		pending bool
 	}{
+		"most of it is done":      {[]func(*Workload){says(time.Hour), resumed}, true},
+		"it begins anew":          {[]func(*Workload){says(time.Hour), anew}, false},
+		"the limit is near":       {[]func(*Workload){says(time.Hour), limited}, true},
+		"longer than it said":     {[]func(*Workload){says(time.Hour), longer}, true},
 		"nobody says":             {[]func(*Workload){func(*Workload) {}, func(*Workload) {}}, true},
 		"all run longer":          {[]func(*Workload){says(time.Hour), deadline(3600)}, false},
 		"by Kueue's own limit":    {[]func(*Workload){func(w *Workload) { w.Longest = time.Hour }, says(time.Hour)}, false},
@@ -281,7 +293,7 @@ func TestReadTimes(t *testing.T) {
 	read := func(conditions []any, limit any) *Workload {
 		w, err := ReadWorkload(object("Workload", map[string]any{
 			"metadata": map[string]any{"name": "w", "namespace": "x", "uid": "u", "creationTimestamp": made},
-			"spec":     map[string]any{"maximumExecutionTimeSeconds": limit}, "status": map[string]any{"conditions": conditions}}))
+			"spec":     map[string]any{"maximumExecutionTimeSeconds": limit}, "status": map[string]any{"conditions": conditions, "accumulatedPastExecutionTimeSeconds": int64(90)}}))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -291,8 +303,9 @@ func TestReadTimes(t *testing.T) {
 	if w := read(nil, nil); w.Turned.UTC().Format(time.RFC3339) != made || w.Longest != 0 {
 		t.Errorf("%v, %v", w.Turned, w.Longest)
 	}
-	if w := read(admitted, int64(60)); w.Turned.UTC().Format(time.RFC3339) != turned || w.Longest != time.Minute {
-		t.Errorf("%v, %v", w.Turned, w.Longest)
+	if w := read(admitted, int64(60)); w.Turned.UTC().Format(time.RFC3339) != turned || w.Longest != time.Minute ||
+		w.Past != 90*time.Second {
+		t.Errorf("%v, %v, %v", w.Turned, w.Longest, w.Past)
 	}
 }
 

@@ -52,6 +52,7 @@ type workload struct {
 		Admission       *admission         `json:"admission"`
 		ReclaimablePods []reclaimable      `json:"reclaimablePods"`
 		AdmissionChecks []CheckState       `json:"admissionChecks"`
+		Past            int64              `json:"accumulatedPastExecutionTimeSeconds"`
 	} `json:"status"`
 }
 
@@ -120,8 +121,10 @@ type Workload struct {
 	Turned time.Time
 	// Longest is how long Kueue lets it run, 0 if as long as it likes.
 	Longest time.Duration
-	Sets    []Set
-	Checks  []CheckState
+	// Past is how long it was admitted before it was evicted, all such times together.
+	Past   time.Duration
+	Sets   []Set
+	Checks []CheckState
 
 	object *unstructured.Unstructured
 }
@@ -179,7 +182,7 @@ func ReadWorkload(o *unstructured.Unstructured) (*Workload, error) {
 	if from.Spec.Longest != nil {
 		w.Longest = seconds(*from.Spec.Longest)
 	}
-	w.Turned = w.Created
+	w.Turned, w.Past = w.Created, seconds(from.Status.Past)
 	for _, c := range from.Status.Conditions {
 		switch c.Type {
 		case "Admitted":

@@ -68,29 +68,32 @@ func (v *View) patience(w *Workload) (most time.Duration) {
 func (c *Checks) mayEnd(want *wanted, v *View, by time.Time) bool {
 	stay := map[string]bool{}
 	for _, y := range v.Workloads {
-		if y.end(c.domain + "/" + runsName).After(by) {
+		if c.end(y).After(by) {
 			stay[c.id(y)] = true
 		}
 	}
 	return c.books.Might(want.groups, func(hold string) bool { return stay[hold] })
 }
 
-// end returns when a workload that runs is over at the latest, zero if it does not say. annotation is that of its pods.
-func (w *Workload) end(annotation string) time.Time {
+// end returns when a workload that runs is over at the latest, zero if it does not say. Kueue's limit is for all the
+// times together that it is admitted.
+func (n names) end(w *Workload) time.Time {
 	if !w.Admitted || w.Over {
 		return time.Time{}
 	}
 	longest := time.Duration(0)
 	for i := range w.Sets {
-		runs := w.Sets[i].runs(annotation)
+		runs := n.runs(w, &w.Sets[i])
 		if runs == 0 {
 			longest = 0
 			break
 		}
 		longest = max(longest, runs)
 	}
-	if w.Longest > 0 && (longest == 0 || w.Longest < longest) {
-		longest = w.Longest
+	if w.Longest > 0 {
+		if limit := max(w.Longest-w.Past, time.Second); longest == 0 || limit < longest {
+			longest = limit
+		}
 	}
 	if longest == 0 {
 		return time.Time{}
@@ -98,9 +101,13 @@ func (w *Workload) end(annotation string) time.Time {
 	return w.Turned.Add(longest)
 }
 
-// runs returns how long a pod of the set runs at most, 0 if it does not say.
-func (s *Set) runs(annotation string) time.Duration {
-	runs, _ := time.ParseDuration(s.Annotations[annotation]) // one that is no duration says nothing
+// runs returns how long a pod of one of a workload's sets runs from now on at most, 0 if it does not say. One that
+// checkpoints goes on from where it was when it was evicted, and one that does not begins anew.
+func (n names) runs(w *Workload, s *Set) time.Duration {
+	runs, _ := time.ParseDuration(s.Annotations[n.domain+"/"+runsName]) // one that is no duration says nothing
+	if runs > 0 && s.Labels[n.domain+"/"+checkpoints] == "true" {
+		runs = max(runs-w.Past, time.Second)
+	}
 	if d := s.Pod.ActiveDeadlineSeconds; d != nil && (runs <= 0 || runs > seconds(*d)) {
 		runs = seconds(*d)
 	}

@@ -82,6 +82,8 @@ type task struct {
 	pod    *corev1.Pod
 	p      int
 	worked time.Duration
+	// past is how long the workload was admitted before it was evicted, in seconds.
+	past int
 	// reacts says that Kueue is about to look at the workload.
 	reacts bool
 }
@@ -207,7 +209,8 @@ func (k *task) told() {
 
 // object is the workload as the API server has it.
 func (k *task) object() *unstructured.Unstructured {
-	status := object{"conditions": k.Status.Conditions, "admissionChecks": k.checks}
+	status := object{"conditions": k.Status.Conditions, "admissionChecks": k.checks,
+		"accumulatedPastExecutionTimeSeconds": k.past}
 	if k.Status.Admission != nil {
 		flavors := k.Status.Admission.PodSetAssignments[0].Flavors
 		status["admission"] = object{"podSetAssignments": []object{{"name": "main", "flavors": flavors, "count": 1}}}

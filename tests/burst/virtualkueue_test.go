@@ -231,6 +231,9 @@ func (q *queue) evict(k *task) {
 				return
 			}
 			k.set("QuotaReserved", false, "Pending")
+			if c, was := k.condition("Admitted"); was {
+				k.past += int(time.Since(c.LastTransitionTime).Seconds())
+			}
 			k.set("Admitted", false, "NoReservation")
 			k.set("Requeued", false, "AdmissionCheck")
 			k.Status.Admission = nil

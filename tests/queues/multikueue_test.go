@@ -41,7 +41,8 @@ func startManager(t *testing.T, frameworks, multiKueue string, workers ...worker
 		m.JobSet(t)
 	}
 	// Its manager wants each integration that it has served by the workers, too.
-	const configuration = "integrations: {frameworks: [%s]}\nmultiKueue: {%s}\nresources: {excludeResourcePrefixes: [cpu]}\n"
+	const configuration = "integrations: {frameworks: [%s]}\nmultiKueue: {%s}\n" +
+		"resources: {excludeResourcePrefixes: [cpu]}\n"
 	m.Kueue(t, fmt.Appendf(nil, configuration, frameworks, multiKueue), nil)
 	var names []string
 	put := func(path, kind string, o object) {
@@ -209,8 +210,8 @@ func TestMultiKueueThereAndBack(t *testing.T) {
 	cloud.noneRefused()
 }
 
-// What is no Job goes through MultiKueue, too: its check judges the workload, which comes to the worker first, and keeps
-// the room for the pods of the JobSet or RayJob that comes later.
+// What is no Job goes through MultiKueue, too: the worker's check judges the workload, which comes there first, and
+// keeps the room for the pods that come later. An elastic job grows there.
 func TestMultiKueueOwners(t *testing.T) {
 	if testing.Short() {
 		t.Skip("make test-all runs it: the tests of internal/kueue play the same with the real books")
@@ -221,7 +222,7 @@ func TestMultiKueueOwners(t *testing.T) {
 	home := startCluster(t, options{nodes: twoSites[:1], export: []string{"--cloud", "none", "--checks"}})
 	home.KubeRay(t)
 	home.JobSet(t)
-	m := startManager(t, "batch/job, jobset.x-k8s.io/jobset, ray.io/rayjob", "", worker{"on-prem", home})
+	m := startManager(t, "batch/job, jobset.x-k8s.io/jobset, ray.io/rayjob, pod", "", worker{"on-prem", home})
 
 	set := m.jobSet("set", replicated("leader", 1, 0), replicated("workers", 2, 50))
 	home.awaitPods(set+workers, map[string]int{"on-prem": 2})
@@ -232,6 +233,14 @@ func TestMultiKueueOwners(t *testing.T) {
 	}
 	home.end("set-leader-0")
 	home.awaitPods("ray.io/cluster="+home.clusterOf("ray")+shares, map[string]int{"on-prem": 1})
+	m.ownPod("own", 20, nil, nil)
+	home.awaitPods("app=own", map[string]int{"on-prem": 1})
+	m.elastic("grows", 1, 10)
+	home.awaitAt("grows", "on-prem", 1)
+	before := home.podsOf("batch.kubernetes.io/job-name=grows")
+	m.patch(jobs+"/grows", object{"spec": object{"parallelism": 2}})
+	home.awaitAt("grows", "on-prem", 2)
+	home.still(t, before)
 	m.Await(t, "the JobSet is complete here, too", func() error {
 		var is struct {
 			Status struct{ TerminalState string }
