@@ -63,6 +63,8 @@ func TestCheck(t *testing.T) {
 	typo := write(t, "typo.yaml", "version: v1\npartitions:\n  default:\n    - devices: {model: H100}\n      mode: shared\n")
 	fleet := write(t, "fleet.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n  old:\n    - devices: {model: NVIDIA A30}\n      mode: whole\n")
 	broken := write(t, "broken.yaml", "version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 0\n")
+	theirs := write(t, "plugin.yaml", "version: v1\nsharing:\n  mps:\n    resources:\n    - {name: nvidia.com/gpu, replicas: 4}\n")
+	wrong := write(t, "plugin.yaml", "version: v1\nsharing:\n  mps:\n    resources:\n    - {name: nvidia.com/gpu, replicas: 400}\n")
 	for _, tt := range []struct {
 		args []string
 		ok   bool
@@ -74,6 +76,11 @@ func TestCheck(t *testing.T) {
 		{[]string{"check", "--config", bad, "--inventory", h100}, false, "partition default fits", bad + ":7: "},
 		{[]string{"check", "--config", good, "--inventory", h100}, true, good + ": read as a partition file\n", ""},
 		{[]string{"check", "--config", manifest, "--inventory", h100}, false, manifest + ": read as a manifest: the key config.yaml of the ConfigMap gpu-agent/gpu-partitions\n", manifest + ":12: "},
+		{[]string{"check", "--config", theirs, "--inventory", h100}, true, theirs + ": read as a configuration of NVIDIA's device plugin; as a partition file it is\n" +
+			"version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 4\n      compute: mps\nnote: ", ""},
+		{[]string{"check", "--config", theirs, "--inventory", h100}, true, theirs + ": partition default fits\n", ""},
+		{[]string{"check", "--config", wrong, "--inventory", h100}, false, "", wrong + ":5: replicas of \"nvidia.com/gpu\" is at most 48"},
+		{[]string{"plan", "--config", theirs, "--inventory", h100}, false, "", "this is a configuration of NVIDIA's device plugin: `gpu-agent check --config` says what it becomes here"},
 		{[]string{"check", "--config", fleet, "--inventory", h100}, true, "partition old is for other nodes (line 6: ", ""},
 		{[]string{"check", "--config", fleet, "--inventory", h100, "--partition", "old"}, false, "", fleet + ":6: "},
 		{[]string{"check", "--config", typo, "--inventory", h100}, false, `the models of this node are "NVIDIA H100 80GB HBM3", and no GPU matches the model "H100" on line 4`, ""},

@@ -68,14 +68,19 @@ func (a *planFlags) register(fs *pflag.FlagSet) {
 
 // read checks the flags and reads the partition file.
 func (a *planFlags) read(c console) (f partitionFile, err error) {
-	if a.config == "" {
-		return f, command.Usagef("--config is missing: write --config FILE, " +
-			"the partition file, or --config - for the standard input")
-	}
-	if err := a.names.Complete(); err != nil {
+	if err := a.complete(); err != nil {
 		return f, err
 	}
 	return readPartitions(c, a.config)
+}
+
+// complete checks the flags.
+func (a *planFlags) complete() error {
+	if a.config == "" {
+		return command.Usagef("--config is missing: write --config FILE, " +
+			"the partition file, or --config - for the standard input")
+	}
+	return a.names.Complete()
 }
 
 // configFlag adds --config, the partition file.
@@ -144,11 +149,24 @@ type partitionFile struct {
 	name     string
 	data     []byte
 	manifest string
+	// translated is true if the text was made from a configuration of NVIDIA's device plugin.
+	translated bool
 }
 
 // readPartitions reads a partition file, or the manifest of a ConfigMap that has one, or the standard
 // input for -. The latter is for the agent's container, which has the GPUs and no file.
 func readPartitions(c console, file string) (f partitionFile, err error) {
+	if f, err = readFile(c, file); err != nil {
+		return f, err
+	}
+	if f.File, err = config.Parse(f.name, f.data); err != nil {
+		return f, invalid(err)
+	}
+	return f, nil
+}
+
+// readFile reads a file without parsing it.
+func readFile(c console, file string) (f partitionFile, err error) {
 	if f.name = file; file == "-" {
 		f.name = "standard input"
 		if f.data, err = io.ReadAll(io.LimitReader(c.in, maxInput)); err != nil {
@@ -159,6 +177,29 @@ func readPartitions(c console, file string) (f partitionFile, err error) {
 	}
 	if f.data, f.manifest, err = config.Unwrap(f.name, f.data); err != nil {
 		return f, invalid(err)
+	}
+	return f, nil
+}
+
+// readOrTranslate is read of a partition file, or of a configuration of NVIDIA's device plugin: then it prints
+// the partition file that does the same, and returns that.
+func (a *planFlags) readOrTranslate(c console) (f partitionFile, err error) {
+	if err := a.complete(); err != nil {
+		return f, err
+	}
+	if f, err = readFile(c, a.config); err != nil {
+		return f, err
+	}
+	of, is, err := config.FromDevicePlugin(f.name, f.data)
+	switch {
+	case err != nil:
+		return f, invalid(err)
+	case is:
+		fmt.Fprintf(c.out, "%s: read as a configuration of NVIDIA's device plugin; as a partition file it is\n%s", a.config, of.Text)
+		for _, note := range of.Notes {
+			fmt.Fprintf(c.out, "note: %s\n", note)
+		}
+		f.name, f.data, f.translated = "the partition file above", []byte(of.Text), true
 	}
 	if f.File, err = config.Parse(f.name, f.data); err != nil {
 		return f, invalid(err)
@@ -277,6 +318,8 @@ the exit code is 5. A partition that fits and would wait for holders is not wron
 is one that names only models which this node does not have, unless it is the one of
 --partition, or the node's own. Without --inventory it also prints what earlier owners have
 left on this node's GPUs.
+A configuration of NVIDIA's device plugin (sharing.timeSlicing, sharing.mps) is printed as the
+partition file that does the same, and that is checked.
 With --node it prints only that, with the commands that end it: before the DaemonSet is
 applied, and beside an agent. It reads and changes nothing. It judges by the partition of
 --config, and without one as for whole GPUs. The exit code is 4 if something of it keeps
@@ -298,7 +341,7 @@ GPUs from being used.`,
 }
 
 func (a *planFlags) check(ctx context.Context, c console) error {
-	f, err := a.read(c)
+	f, err := a.readOrTranslate(c)
 	if err != nil {
 		return err
 	}
@@ -310,10 +353,12 @@ func (a *planFlags) check(ctx context.Context, c console) error {
 	if err != nil {
 		return err
 	}
-	if f.manifest != "" {
+	switch {
+	case f.translated: // readOrTranslate has told
+	case f.manifest != "":
 		fmt.Fprintf(c.out, "%s: read as a manifest: the key %s of the ConfigMap %s\n",
 			a.config, config.ManifestKey, printable(f.manifest))
-	} else {
+	default:
 		fmt.Fprintf(c.out, "%s: read as a partition file\n", a.config)
 	}
 	bad, elsewhere := 0, 0

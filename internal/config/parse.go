@@ -51,6 +51,10 @@ func (p *parser) file(f *File, root *yaml.Node) {
 			"this is a Kubernetes manifest: a partition file is the content of its data's key "+ManifestKey)
 		return
 	}
+	if isDevicePlugins(root) {
+		p.at(root, "this is a configuration of NVIDIA's device plugin: `gpu-agent check --config` says what it becomes here")
+		return
+	}
 	keys, ok := p.fields(root, "a partition file", version, ours, theirs)
 	if !ok {
 		return
