@@ -551,3 +551,60 @@ func bootTime() time.Duration {
 	}
 	return time.Duration(now.Nano())
 }
+
+// TestMPSFaultsAtRandom has one fault after another, with all rings on: no program has a context outside
+// its share without being named, and as soon as the daemon answers again an honest one is let in. Which
+// ring caught each is counted. Every figure is the emulated driver's.
+func TestMPSFaultsAtRandom(t *testing.T) {
+	s, random, faults := newSite(t), dice(t), mpsFaults()
+	caught := map[string]int{}
+	for i := range pick(8, 500) {
+		f := faults[random.IntN(len(faults))]
+		t.Run(fmt.Sprintf("%d %s", i, f.name), func(t *testing.T) {
+			honest, key := s.box(t, true, nil)
+			s.mode(t, emulator.ComputeExclusiveProcess)
+			k := s.begin(t, honest, []string{"soname", "query", "exec"}[random.IntN(3)], given)
+			if held := s.verify(t, k, key); k.context != 0 || held.Guarantee != compute.Ceiling {
+				t.Fatalf("an honest program while the daemon answers: %+v, %v", k.shareOutcome, held)
+			}
+			if f.happen != nil {
+				f.happen(t, s)
+			}
+			if f.down {
+				s.mode(t, emulator.ComputeProhibited)
+			}
+			c, key := s.box(t, random.IntN(4) > 0, func(edits *specs.ContainerEdits, image *capsule.Image) {
+				if f.change != nil {
+					f.change(t, s, edits, image)
+				}
+			})
+			door := f.door
+			if door == "" {
+				door = "soname"
+			}
+			k = s.begin(t, c, door, f.env)
+			held := s.verify(t, k, key)
+			switch {
+			case k.outside() && held.Guarantee == compute.Ceiling:
+				t.Errorf("a context outside the share that is not named: %+v", k.shareOutcome)
+			case k.outside() && k.client != 1:
+				caught["c: outside MPS"]++
+			case k.outside():
+				caught["c: a client on no page"]++
+			case k.shareOutcome == hung:
+				caught["waits for the daemon"]++
+			case k.init == 805:
+				caught["a: refused, or no server"]++
+			case k.context == 0:
+				caught["a: held"]++
+			default:
+				caught[fmt.Sprintf("b: error %d", k.context)]++
+			}
+			k.end()
+		})
+		s.stop()
+		s.mode(t, emulator.ComputeExclusiveProcess)
+		s.supervise(t)
+	}
+	t.Logf("caught (emulated): %v", caught)
+}
