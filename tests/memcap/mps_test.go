@@ -326,6 +326,8 @@ type mpsFault struct {
 	// answers.
 	happen func(*testing.T, *site)
 	down   bool
+	// first is true if no client has come before, so that there is no server.
+	first  bool
 	change func(*testing.T, *site, *specs.ContainerEdits, *capsule.Image)
 	// passes has the rings that the program passes when they are alone: a, b, c.
 	passes string
@@ -338,6 +340,21 @@ func killDaemon(t *testing.T, s *site) {
 		t.Fatal(err)
 	}
 	await(t, "it is gone", func() bool { return len(s.m.World.MPSServers()) == 0 }, nil)
+}
+
+// withoutServer ends the server, and waits until the GPU is as before its first client.
+func withoutServer(t *testing.T, s *site) {
+	t.Helper()
+	for _, server := range s.m.World.MPSServers() {
+		if err := unix.Kill(server.PID, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+	}
+	await(t, "no server", func() bool { return len(s.m.World.MPSServers()) == 0 }, nil)
+	for _, p := range s.m.World.State().Processes {
+		_ = unix.Kill(p.PID, unix.SIGKILL)
+	}
+	await(t, "nothing on the GPU", func() bool { return len(s.m.World.State().Processes) == 0 }, nil)
 }
 
 // onControl gives the daemon a command with root's own socket.
@@ -403,6 +420,9 @@ func mpsFaults() []mpsFault {
 		{name: "directory empty", env: given, change: mounted()},
 		{name: "directory mounted over, with the heartbeat", env: given, change: mounted("beat")},
 		{name: "variables unset"},
+		// In exclusive-process mode the first process has the card. A server would be the first if the
+		// daemon started one before containers reach it.
+		{name: "variables unset, no server yet", first: true, passes: "b"},
 		{name: "directory misspelt", env: []string{pipeVariable + "/usr/lib/gpu-agent/msp", given[1]}},
 		{name: "variable misspelt", env: []string{"CUDA_MPS_PIPE_DIRECTROY=" + lib.MPSDir, given[1]}},
 		{name: "percentage raised", env: []string{given[0], percentVariable + "100"}, passes: "b"},
@@ -430,6 +450,9 @@ func TestMPSRings(t *testing.T) {
 			honest, _ := s.box(t, true, nil)
 			if k := s.begin(t, honest, "soname", given); k.outside() || k.context != 0 {
 				t.Fatalf("an honest program: %+v", k.shareOutcome)
+			}
+			if f.first {
+				withoutServer(t, s)
 			}
 			if f.happen != nil {
 				f.happen(t, s)
@@ -474,6 +497,9 @@ func TestMPSRings(t *testing.T) {
 			}
 			k.end()
 
+			if f.first {
+				withoutServer(t, s)
+			}
 			s.mode(t, emulator.ComputeExclusiveProcess)
 			if f.down {
 				s.mode(t, emulator.ComputeProhibited)
@@ -550,4 +576,61 @@ func bootTime() time.Duration {
 		return 0
 	}
 	return time.Duration(now.Nano())
+}
+
+// TestMPSFaultsAtRandom has one fault after another, with all rings on: no program has a context outside
+// its share without being named, and as soon as the daemon answers again an honest one is let in. Which
+// ring caught each is counted. Every figure is the emulated driver's.
+func TestMPSFaultsAtRandom(t *testing.T) {
+	s, random, faults := newSite(t), dice(t), mpsFaults()
+	caught := map[string]int{}
+	for i := range pick(8, 500) {
+		f := faults[random.IntN(len(faults))]
+		t.Run(fmt.Sprintf("%d %s", i, f.name), func(t *testing.T) {
+			honest, key := s.box(t, true, nil)
+			s.mode(t, emulator.ComputeExclusiveProcess)
+			k := s.begin(t, honest, []string{"soname", "query", "exec"}[random.IntN(3)], given)
+			if held := s.verify(t, k, key); k.context != 0 || held.Guarantee != compute.Ceiling {
+				t.Fatalf("an honest program while the daemon answers: %+v, %v", k.shareOutcome, held)
+			}
+			if f.happen != nil {
+				f.happen(t, s)
+			}
+			if f.down {
+				s.mode(t, emulator.ComputeProhibited)
+			}
+			c, key := s.box(t, random.IntN(4) > 0, func(edits *specs.ContainerEdits, image *capsule.Image) {
+				if f.change != nil {
+					f.change(t, s, edits, image)
+				}
+			})
+			door := f.door
+			if door == "" {
+				door = "soname"
+			}
+			k = s.begin(t, c, door, f.env)
+			held := s.verify(t, k, key)
+			switch {
+			case k.outside() && held.Guarantee == compute.Ceiling:
+				t.Errorf("a context outside the share that is not named: %+v", k.shareOutcome)
+			case k.outside() && k.client != 1:
+				caught["c: outside MPS"]++
+			case k.outside():
+				caught["c: a client on no page"]++
+			case k.shareOutcome == hung:
+				caught["waits for the daemon"]++
+			case k.init == 805:
+				caught["a: refused, or no server"]++
+			case k.context == 0:
+				caught["a: held"]++
+			default:
+				caught[fmt.Sprintf("b: error %d", k.context)]++
+			}
+			k.end()
+		})
+		s.stop()
+		s.mode(t, emulator.ComputeExclusiveProcess)
+		s.supervise(t)
+	}
+	t.Logf("caught (emulated): %v", caught)
 }

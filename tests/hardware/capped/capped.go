@@ -19,6 +19,7 @@ import (
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
+	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/memcap/capsule"
 )
@@ -152,7 +153,7 @@ func (c *Card) Used(u gpu.UUID, containers ...*capsule.Container) (uint64, bool)
 		return 0, false
 	}
 	var used uint64
-	for _, p := range list {
+	for _, p := range memcap.Merge(list) {
 		if slices.ContainsFunc(containers, func(o *capsule.Container) bool { return o.Has(p.PID) }) {
 			if !p.Known {
 				return 0, false
@@ -264,7 +265,7 @@ func (r *Room) sample(ctx context.Context) {
 func (r *Room) count(list []gpu.Process) {
 	var used uint64
 	others := false
-	for _, p := range list {
+	for _, p := range memcap.Merge(list) {
 		if r.Has(p.PID) {
 			used += p.Bytes
 		} else if p.Bytes > 0 && syscall.Kill(p.PID, 0) == nil {

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
 	"example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/emulator/mps"
 )
 
 // RootVariable names the driver's root for the kit, where that is not /.
@@ -59,6 +60,12 @@ func Start(ctx context.Context, spec emulator.Spec) (*Driver, error) {
 	d.stop = stop
 	go func() { d.ended <- (&daemon.Server{World: w}).Serve(serving, l) }()
 	return d, nil
+}
+
+// LayMPS adds the driver's programs of MPS. The program that calls it must call mps.Main first of all.
+func (d *Driver) LayMPS() error {
+	programs := filepath.Join(d.root, install.Programs)
+	return errors.Join(mps.Lay(programs, d.World.DriverVersion()), mps.Until(programs, os.Getpid()))
 }
 
 // nodes lays down what containers need of it, as far as this process may.

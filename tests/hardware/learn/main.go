@@ -19,11 +19,13 @@ import (
 	"text/tabwriter"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/hardware/ask"
 	"example.com/gpu-agent/tests/hardware/dry"
 )
 
 func main() {
+	mps.Main()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := learn(ctx, os.Args[1:], os.Stdout)
 	stop()
@@ -94,6 +96,9 @@ func emulated(ctx context.Context, model, kit, folder string) error {
 	d, err := dry.Start(ctx, emulator.Spec{Model: model, Count: 1})
 	if err != nil {
 		return err
+	}
+	if err := d.LayMPS(); err != nil {
+		return errors.Join(err, d.End())
 	}
 	cmd := exec.CommandContext(ctx, filepath.Join(kit, "run"), "-out", folder, "10m")
 	cmd.Env = append(os.Environ(), d.Env)

@@ -5,6 +5,7 @@
  *
  *     context                  take the primary context, and make it current
  *     attribute N              the device's attribute of that number
+ *     env 0 NAME=VALUE         in the program's own environment from now on
  *     memory                   free and total, in bytes, by cuMemGetInfo
  *     take MIB                 memory, by cuMemAlloc; all of it stays to the end
  *     managed MIB              managed memory
@@ -399,6 +400,12 @@ static int do_trap(long n)
     return r ? r : fault(traps);
 }
 
+static int do_env(long n, const char *text)
+{
+    (void)n;
+    return putenv(strdup(text)) ? 1 : 0;
+}
+
 static const struct command {
     const char *name;
     int (*plain)(long);
@@ -406,6 +413,7 @@ static const struct command {
 } commands[] = {
     {"context", do_context, NULL},
     {"attribute", do_attribute, NULL},
+    {"env", NULL, do_env},
     {"memory", do_memory, NULL},
     {"take", do_take, NULL},
     {"managed", do_managed, NULL},

@@ -154,7 +154,7 @@ func (k *kit) behind() []ask.Question {
 			}, nil),
 		},
 		{
-			Name: "cap-mps", Asks: "Is a client of MPS held to our cap?", Limit: time.Minute, Least: 10 * time.Second, NotEmulated: noMPS, Code: code,
+			Name: "cap-mps", Asks: "Is a client of MPS held to our cap?", Limit: time.Minute, Least: 10 * time.Second, Code: code,
 			Ask: func(ctx context.Context, room *ask.Room) ask.Answer {
 				ctx, cancel := context.WithCancel(ctx)
 				defer cancel()

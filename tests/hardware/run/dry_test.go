@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/tests/emulator"
+	"example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/hardware/ask"
 	"example.com/gpu-agent/tests/hardware/dry"
 )
@@ -37,6 +38,7 @@ var programs = sync.OnceValues(func() (string, error) {
 })
 
 func TestMain(m *testing.M) {
+	mps.Main()
 	code := m.Run()
 	os.RemoveAll(programsDir)
 	os.Exit(code)
@@ -70,6 +72,9 @@ func emulate(t *testing.T) (dir string, d *dry.Driver) {
 // TestDryRun asks the emulated driver everything: a question that it can answer has an answer.
 func TestDryRun(t *testing.T) {
 	dir, d := emulate(t)
+	if err := d.LayMPS(); err != nil {
+		t.Fatal(err)
+	}
 	folder := filepath.Join(t.TempDir(), "answers")
 	cmd := exec.CommandContext(t.Context(), filepath.Join(dir, "run"), "-out", folder, "10m")
 	cmd.Env = append(os.Environ(), d.Env)

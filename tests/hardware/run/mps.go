@@ -20,7 +20,7 @@ import (
 )
 
 // noMPS is why the emulated driver has no answers to these.
-const noMPS = "it has no MPS"
+const noMPS = "its MPS has no shared memory, no kernels and no partitions"
 
 // mpsEnabled is CU_DEVICE_ATTRIBUTE_MPS_ENABLED.
 const mpsEnabled = 133
@@ -32,6 +32,7 @@ type mpsDaemon struct {
 	room    *ask.Room
 	program string
 	dirs    []string // of the environment
+	process *os.Process
 }
 
 // mps starts one. It stays our child, so that it goes with us.
@@ -56,6 +57,7 @@ func (k *kit) mps(ctx context.Context, room *ask.Room, c *card, flags ...string)
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start the daemon of MPS: %w", err)
 	}
+	d.process = cmd.Process
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
 	for !exists(filepath.Join(pipes, "control")) {
@@ -158,7 +160,7 @@ func withoutMPS(room *ask.Room) string {
 func (k *kit) parallel() []ask.Question {
 	list := []ask.Question{
 		{
-			Name: "mps-starts", Asks: "Does MPS start as root, in directories of its own, with no setting of the card?", Limit: 40 * time.Second, NotEmulated: noMPS,
+			Name: "mps-starts", Asks: "Does MPS start as root, in directories of its own, with no setting of the card?", Limit: 40 * time.Second,
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
 				began := time.Now()
 				t, err := d.client(ctx, "client", c)
@@ -174,7 +176,7 @@ func (k *kit) parallel() []ask.Question {
 			}),
 		},
 		{
-			Name: "mps-enabled", Asks: "Does MPS_ENABLED tell a program truly whether its contexts are MPS's?", Limit: 40 * time.Second, NotEmulated: noMPS,
+			Name: "mps-enabled", Asks: "Does MPS_ENABLED tell a program truly whether its contexts are MPS's?", Limit: 40 * time.Second,
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
 				var says [2]float64
 				for i, env := range [][]string{d.dirs, {withoutMPS(d.room)}} {
@@ -193,7 +195,7 @@ func (k *kit) parallel() []ask.Question {
 			}),
 		},
 		{
-			Name: "mps-listed", Asks: "Does NVML list a client of MPS among the compute processes, by its own PID and with its memory?", Limit: 40 * time.Second, NotEmulated: noMPS,
+			Name: "mps-listed", Asks: "Does NVML list a client of MPS among the compute processes, by its own PID and with its memory?", Limit: 40 * time.Second,
 			Code: []string{"internal/guard"},
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
 				t, err := d.client(ctx, "client", c)
@@ -214,7 +216,7 @@ func (k *kit) parallel() []ask.Question {
 			}),
 		},
 		{
-			Name: "mps-idle-server", Asks: "How much of the card's memory does a server of MPS keep when no client is left?", Limit: 40 * time.Second, NotEmulated: noMPS, Within: 0.25,
+			Name: "mps-idle-server", Asks: "How much of the card's memory does a server of MPS keep when no client is left?", Limit: 40 * time.Second, Within: 0.25,
 			Ask: k.withMPS(func(ctx context.Context, d *mpsDaemon, c *card) (ask.Answer, error) {
 				had := func() (float64, error) { return used(d.room, c) }
 				before, err := settled(ctx, had)
@@ -255,6 +257,7 @@ func (k *kit) parallel() []ask.Question {
 			}),
 		},
 	}
+	list = append(list, k.shares()...)
 	for _, percent := range []int{25, 50, 100} {
 		list = append(list, ask.Question{
 			Name: fmt.Sprintf("mps-sms-%d", percent), Asks: fmt.Sprintf("On how many multiprocessors do the blocks of a client of %d %% run?", percent),

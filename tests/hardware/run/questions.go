@@ -18,7 +18,7 @@ import (
 // card last.
 func (k *kit) questions() []ask.Question {
 	return slices.Concat(k.basics(), []ask.Question{k.conformance()}, k.caps()[:1], k.parallel(), k.checkpoints(), k.behind(), k.mapped(), k.code(), k.mig(),
-		k.switches(), k.caps()[1:], k.faults())
+		k.switches(), k.caps()[1:], k.faults(), []ask.Question{k.daemonKilled()})
 }
 
 // basics are about the driver and the card alone.

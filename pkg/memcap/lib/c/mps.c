@@ -105,7 +105,22 @@ static bool look_at(void *claim, const char *gpu)
     return claim_find(c, gpu, NULL) && c->percent;
 }
 
-/* has_share reports whether the process must be a client of MPS. It opens the page's account, which
+/* is_blind reports whether this process lacks the descriptors to look at pages, of which that takes
+ * three at a time. A program may have used up all of them. */
+static bool is_blind(void)
+{
+    int fds[3];
+    bool lacks = false;
+    for (int i = 0; i < 3; i++)
+        lacks |= (fds[i] = sys_open("/", O_PATH, 0)) < 0;
+    for (int i = 0; i < 3; i++)
+        if (fds[i] >= 0)
+            sys_close(fds[i]);
+    return lacks;
+}
+
+/* has_share reports whether the process must be a client of MPS, or cannot tell: then its standing
+ * stays unknown. It opens the page's account, which
  * open_account takes over: no device is known before cuInit, and the slot is needed in it. */
 static bool has_share(struct mps *m)
 {
@@ -118,7 +133,7 @@ static bool has_share(struct mps *m)
         if (account_find(a, m->claim.limit) == 0 && account_open(a, m->claim.usage) == 0)
             __atomic_store_n(&m->slot, a->slot, __ATOMIC_RELEASE);
         stand(m, MPS_MUST);
-    } else if (standing(m) == MPS_UNKNOWN) {
+    } else if (standing(m) == MPS_UNKNOWN && !is_blind()) {
         stand(m, MPS_NONE);
     }
     spin_unlock(&m->lock);
@@ -169,6 +184,8 @@ COLD static CUresult init(struct mps *m, unsigned int flags)
 {
     if (standing(m) == MPS_CLIENT)
         return CALL(cuInit, flags);
+    if (standing(m) == MPS_UNKNOWN)
+        return CUDA_ERROR_OPERATING_SYSTEM;
     if (standing(m) == MPS_OUTSIDE || !set_variables(m->percent) || !beats())
         return CUDA_ERROR_MPS_CONNECTION_FAILED;
     in_init(m, 1);
@@ -196,7 +213,7 @@ bool mps_refuses(struct process *p, CUdevice device)
     struct mps *m = p ? &p->mps : NULL;
     if (!m || !has_share(m))
         return false;
-    if (standing(m) == MPS_OUTSIDE || !set_variables(m->percent) || !is_client(m, device))
+    if (standing(m) == MPS_UNKNOWN || standing(m) == MPS_OUTSIDE || !set_variables(m->percent) || !is_client(m, device))
         return true;
     stand(m, MPS_CLIENT);
     return false;

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -159,6 +160,24 @@ static void right(void)
     MUST(IN(library, cuInit, 0) == 0 && environ == was);
 }
 
+/* A program that has no descriptor left does not get round its page. */
+static void blind(void)
+{
+    CUcontext context;
+    struct rlimit all, none;
+    stamp("GPUMPS01", 0, PAGE);
+    getrlimit(RLIMIT_NOFILE, &all);
+    for (int left = 0; left < 4; left++) {
+        none = (struct rlimit){(rlim_t)(3 + left), all.rlim_max};
+        MUST(setrlimit(RLIMIT_NOFILE, &none) == 0);
+        MUST(IN(library, cuInit, 0) != 0 && IN(library, cuCtxCreate_v2, &context, 0, 0) != 0 && OF(int, begins) == 0);
+    }
+    setrlimit(RLIMIT_NOFILE, &all);
+    OF(int, client) = 1;
+    stamp("GPUMPS01", boot(), PAGE);
+    MUST(IN(library, cuInit, 0) == 0);
+}
+
 static void by_address(void)
 {
     CUresult (*init)(unsigned int) = NULL;
@@ -229,7 +248,7 @@ int main(int argc, char **argv)
     static const struct {
         const char *name;
         void (*run)(void);
-    } all[] = {{"silent", silent}, {"none", none}, {"lowered", lowered}, {"right", right}, {"by address", by_address}, {"outside", outside}, {"beneath", beneath}, {"child", child}};
+    } all[] = {{"silent", silent}, {"none", none}, {"lowered", lowered}, {"right", right}, {"blind", blind}, {"by address", by_address}, {"outside", outside}, {"beneath", beneath}, {"child", child}};
     if (argc != 3)
         return 2;
     library = dlopen(argv[1], RTLD_NOW);

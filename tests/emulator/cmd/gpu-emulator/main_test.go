@@ -451,6 +451,12 @@ func TestDriverIsLoadedAsAnotherVersion(t *testing.T) {
 	if got, want := files(filepath.Join(libs, "libnvidia-ml.so*")), "libnvidia-ml.so.1 libnvidia-ml.so.580.3.4"; got != want {
 		t.Errorf("libraries %s, want %s", got, want)
 	}
+	for _, name := range []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} {
+		program, err := os.ReadFile(filepath.Join(n.dir, "usr/bin", name))
+		if err != nil || !bytes.HasSuffix(program, []byte("\x00580.3.4\x00")) || bytes.Contains(program, []byte("\x00570.1.2\x00")) {
+			t.Errorf("%s is not the new driver's: %v", name, err)
+		}
+	}
 	if now, err := os.ReadFile(filepath.Join(libs, "libnvidia-ml.so.1")); err != nil || bytes.Equal(now, data) {
 		t.Errorf("two versions have the same library (%v)", err)
 	}
