@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -57,10 +58,11 @@ func agentPage(t *testing.T) string {
 			return status.Status{
 				SaturationPercent: new(int),
 				Driver:            "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
-				Watchdog:   status.Watchdog{State: status.WatchdogRunning},
-				Policies:   []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
-				Resources:  []status.Resource{{Name: "r", Registered: true, Free: 3, Largest: 2}},
-				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64(4)), UsedMiB: new(uint64(3)), Guarantee: "api"}},
+				Watchdog:  status.Watchdog{State: status.WatchdogRunning},
+				Policies:  []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
+				Resources: []status.Resource{{Name: "r", Registered: true, Free: 3, Largest: 2}},
+				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64(4)), UsedMiB: new(uint64(3)), Guarantee: "api",
+					ComputePercent: 26, Compute: &compute.Held{Guarantee: compute.Ceiling, Ceiling: 26}}},
 				GPUs: []status.GPU{{UUID: "GPU-1", Health: status.Healthy, Mode: "shared", Resource: "example.com/gpu-mem", Total: 1, Free: 1, MemoryMiB: 1,
 					MIG: &status.MIG{Placements: []status.Placement{{Profile: "1g.10gb", State: status.PlacementWarm, UUID: "MIG-1"}}}},
 					{UUID: "GPU-2", Class: "lost", Mode: "whole", MemoryMiB: 1}},

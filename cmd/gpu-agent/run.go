@@ -207,8 +207,9 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	d.options = f.options(boot, log)
 	d.worlds = agent.Worlds{
 		Driver: d.driver, Files: files, Caps: d.caps, Kubelet: kubelet, Runtime: d.runtime, Store: store,
-		Observer: &agent.HeapLimit{Observer: d.metrics, Listed: func() int { return d.loop.Listed() }},
-		Account:  f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
+		Observer:   &agent.HeapLimit{Observer: d.metrics, Listed: func() int { return d.loop.Listed() }},
+		Account:    f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
+		Containers: func() []status.Container { return d.watchdog.State().Containers },
 	}
 	if f.nodeName != "" {
 		if err := d.connect(f); err != nil {

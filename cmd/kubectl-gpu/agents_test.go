@@ -21,6 +21,7 @@ import (
 	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
+	"example.com/gpu-agent/pkg/compute"
 )
 
 // agentOf serves an agent's pages as the agent does, in the pod of a node.
@@ -56,7 +57,7 @@ func operators(t *testing.T) *kubetest.Server {
 		agentOf(t, s, node, agentobs.Options{
 			Status: func() status.Status {
 				return status.Status{Node: node, Version: "v1", GPUs: []status.GPU{}, Containers: []status.Container{
-					{Namespace: "train", Pod: "job-" + node, Container: "main", Index: 3, CapMiB: &most, UsedMiB: &used, PeakMiB: used, Guarantee: "api"},
+					{Namespace: "train", Pod: "job-" + node, Container: "main", Index: 3, CapMiB: &most, UsedMiB: &used, PeakMiB: used, Guarantee: "api", ComputePercent: 26, Compute: &compute.Held{Guarantee: compute.Ceiling, Ceiling: 26}},
 					{Namespace: "dev", Pod: "nb\x1b[2J", Container: "main", UsedMiB: &used}}}
 			},
 			Within: agentobs.Within{
@@ -117,9 +118,9 @@ func TestTop(t *testing.T) {
 		t.Fatal(err)
 	}
 	lines := strings.Split(said, "\n")
-	for i, want := range []string{"NODE NAMESPACE POD CONTAINER GPU USED CAP PEAK REFUSED SM% CAP BY",
-		"node-2 train job-node-2 main 3 2.0 GiB 8.0 GiB 2.0 GiB 0 - api", "node-1 train job-node-1 main 3 1.0 GiB 8.0 GiB 1.0 GiB 0 - api",
-		"node-1 dev nb?[2J main 0 1.0 GiB - 0.0 GiB 0 - -"} {
+	for i, want := range []string{"NODE NAMESPACE POD CONTAINER GPU USED CAP PEAK REFUSED SM% CAP BY COMPUTE",
+		"node-2 train job-node-2 main 3 2.0 GiB 8.0 GiB 2.0 GiB 0 - api ceiling 26 %", "node-1 train job-node-1 main 3 1.0 GiB 8.0 GiB 1.0 GiB 0 - api ceiling 26 %",
+		"node-1 dev nb?[2J main 0 1.0 GiB - 0.0 GiB 0 - - -"} {
 		if got := strings.Join(strings.Fields(lines[i]), " "); got != want {
 			t.Errorf("line %d: %q, want %q", i, got, want)
 		}

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 )
@@ -50,6 +51,9 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 			if layout.Counts() {
 				to.Total = layout.N
 			}
+			if layout.Compute.MPS {
+				to.Compute = gpunode.Through
+			}
 		}
 		if g.MIG != nil {
 			to.MIG = at.gpuNodeMIG(g, d, &out.Cards)
@@ -63,6 +67,7 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		if g.Resource != "" {
 			to.Used = at.used(d.UUID, layout.Kind)
 		}
+		to.ComputeGuarantee = string(at.computeGuarantee(d.UUID))
 		if in == gpunode.InObject {
 			to.Holders = at.gpuNodeHolders(d.UUID)
 		}
@@ -72,6 +77,24 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 	out.Sum()
 	out.Cut()
 	return out
+}
+
+// computeGuarantee returns how strongly all containers on a GPU are held to their shares of its SMs; empty if
+// none has a share.
+func (at *scene) computeGuarantee(u gpu.UUID) (weakest compute.Guarantee) {
+	for i := range at.allocations {
+		a := &at.allocations[i]
+		for j := range a.Grants {
+			if g := &a.Grants[j]; g.GPU != u || g.Compute.Ceiling == 0 {
+				continue
+			}
+			if at.computed(a.ID, u).Guarantee != compute.Ceiling {
+				return compute.None
+			}
+			weakest = compute.Ceiling
+		}
+	}
+	return weakest
 }
 
 // used returns the numbers of the held devices of a GPU; a whole GPU is number 0.
@@ -246,8 +269,12 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 			h.Devices = of.used(u, a.Kind())
 		}
 		for j := range a.Grants {
-			if g := &a.Grants[j]; g.GPU == u && g.Kind().InMIG() {
+			g := &a.Grants[j]
+			if g.GPU == u && g.Kind().InMIG() {
 				h.Placements = append(h.Placements, g.Piece.String())
+			}
+			if g.GPU == u {
+				h.ComputePercent = max(h.ComputePercent, g.Compute.Ceiling)
 			}
 		}
 		out = append(out, h)

@@ -18,6 +18,7 @@ import (
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -38,6 +39,8 @@ type scene struct {
 	holders map[string]*ledger.Allocation
 	// over reports whether an allocation's init container has ended.
 	over func(id string) bool
+	// computed returns how strongly the share of the SMs that an allocation has on a GPU is held.
+	computed func(id string, u gpu.UUID) compute.Held
 }
 
 // display shows the results of rounds: as the status, as the GPUNode, and as the answers of
@@ -57,6 +60,8 @@ type display struct {
 	latest func() *Snapshot
 	// choice returns the partition of a file that the node follows, or why there is none.
 	choice func(*config.File) (name string, unset status.Cause)
+	// containers returns what the watchdog last saw of containers.
+	containers func() []status.Container
 	// claimed reports whether the agent offers GPUs through DRA, or has done so.
 	claimed func() bool
 }
@@ -65,13 +70,26 @@ type display struct {
 func (y *display) scene() *scene {
 	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
 	at.over = y.front.Over
+	seen := y.containers()
+	at.computed = func(id string, u gpu.UUID) compute.Held {
+		for i := range seen {
+			if c := &seen[i]; c.Allocation == id && c.GPU == string(u) && c.Compute != nil {
+				return *c.Compute
+			}
+		}
+		return unseen
+	}
 	return at
 }
+
+// unseen is how strongly a share is held that the watchdog has not seen.
+var unseen = compute.NoneFor("the watchdog has not seen it")
 
 func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.MiB, offer *deviceplugin.Offer,
 	allocations []ledger.Allocation) *scene {
 	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{},
-		map[string]*ledger.Allocation{}, func(string) bool { return false }}
+		map[string]*ledger.Allocation{}, func(string) bool { return false },
+		func(string, gpu.UUID) compute.Held { return unseen }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -147,6 +165,9 @@ func (at *scene) gpu(d *gpu.Device) status.GPU {
 	layout := at.snap.shape.Layouts[d.UUID]
 	if layout.Known {
 		g.Mode = status.Mode(layout.Mode())
+	}
+	if layout.Compute.MPS {
+		g.Compute = layout.Compute.String()
 	}
 	if counted := layout.Kind.Counted(); counted.Together() && layout.Has(counted) {
 		g.UnitMiB = uint64(cmp.Or(layout.Unit, at.unit)) // a GPU in use keeps its unit

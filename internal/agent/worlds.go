@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/state"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
 	kubelet "example.com/gpu-agent/pkg/dra"
@@ -38,6 +39,8 @@ type Worlds struct {
 	GPUNodes GPUNodes
 	// Setups is nil if the agent does not look for what earlier owners have left.
 	Setups Setups
+	// Containers returns what the watchdog last saw of containers. It is nil if there is no watchdog.
+	Containers func() []status.Container
 	// PodOf returns the UID of the pod that a process belongs to; empty if it belongs to none, or
 	// that cannot be told. If it is nil, no process belongs to a pod.
 	PodOf func(pid int) string

@@ -167,6 +167,12 @@ func TestPrepareThroughMPS(t *testing.T) {
 				if g := a.Grants[0]; g.Compute.Ceiling != c.want || w.journal[a.ID].Grants[0].Compute != g.Compute {
 					t.Errorf("%v, want %d percent; the record is %+v", g, c.want, w.journal[a.ID])
 				}
+				time.Sleep(tellAfter)
+				synctest.Wait()
+				told := w.cluster.Told(claim.UID)
+				if percent, has := told[0].Data["computePercent"]; has != (c.want > 0) || has && percent != fmt.Sprint(c.want) {
+					t.Errorf("the claim says %+v, want %d percent", told, c.want)
+				}
 				if _, err := w.Prepare(t.Context(), claim); err != nil {
 					t.Errorf("again: %v", err)
 				}

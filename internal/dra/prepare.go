@@ -282,6 +282,9 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 			data["guarantee"] = offer.Guarantee
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}
+		if g.Compute.Ceiling > 0 {
+			data["computePercent"] = strconv.Itoa(g.Compute.Ceiling)
+		}
 		devices = append(devices, agentkube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), apiPatience)

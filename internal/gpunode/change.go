@@ -99,6 +99,7 @@ func (s *Status) lasting() Status {
 	for i := range out.GPUs {
 		g := &out.GPUs[i]
 		g.Used, g.Free, g.Largest, g.Conditions = nil, 0, 0, lasting(g.Conditions)
+		g.ComputeGuarantee = "" // it changes when a container's first process comes
 		if g.MIG == nil {
 			continue
 		}

@@ -32,6 +32,11 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 	instances := func(used ...string) *gpunode.Status {
 		return &gpunode.Status{HoldersIn: gpunode.InPods, GPUs: []gpunode.GPU{{UUID: "a", MIG: &gpunode.MIG{Used: used}}}}
 	}
+	through := func(guarantee string) *gpunode.Status {
+		s := units("0-9", "")
+		s.GPUs[0].Compute, s.GPUs[0].ComputeGuarantee = gpunode.Through, guarantee
+		return s
+	}
 	for name, c := range map[string]struct {
 		before, now *gpunode.Status
 		want        gpunode.Change
@@ -42,6 +47,9 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 		"some of one GPU is":        {units("", "0-19"), units("", "0-9"), gpunode.News},
 		"some others are held":      {units("", "0-9"), units("", "10-19"), gpunode.News},
 		"an instance more":          {instances("1g.10gb@0"), instances("1g.10gb@0", "1g.10gb@1"), gpunode.Occupancy},
+		"its first process comes":   {through("none"), through("ceiling"), gpunode.Occupancy},
+		"its daemon dies":           {through("ceiling"), through("none"), gpunode.Occupancy},
+		"through MPS from now on":   {units("0-9", ""), through(""), gpunode.News},
 		"an instance less":          {instances("1g.10gb@0", "1g.10gb@1"), instances("1g.10gb@1"), gpunode.News},
 	} {
 		if got := c.now.Since(c.before, time.Now()); got != c.want {

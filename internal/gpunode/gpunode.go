@@ -102,6 +102,11 @@ type GPU struct {
 	// Guarantee is how strongly the limit on memory holds on the GPU: "hardware", "driver", "api"
 	// or "watchdog". Empty if the GPU is not shared.
 	Guarantee string `json:"guarantee,omitempty" max:"16"`
+	// Compute is how the containers of a shared GPU share its multiprocessors: "mps"; empty if they take
+	// turns. ComputeGuarantee is how strongly the containers on the GPU are held to their shares:
+	// "ceiling" if all of them are, otherwise "none"; empty if no container has a share.
+	Compute          string `json:"compute,omitempty" max:"16"`
+	ComputeGuarantee string `json:"computeGuarantee,omitempty" max:"16"`
 	// Cordoned is true if an operator keeps new pods off the GPU.
 	Cordoned bool `json:"cordoned,omitempty"`
 	// Conditions has the conditions Healthy and Available. It has Idle only while that is True.
@@ -191,7 +196,12 @@ type Holder struct {
 	// Devices are the numbers of its devices, as in GPU.Used. Placements are its MIG devices.
 	Devices    piece.Set `json:"devices,omitempty" max:"30000"`
 	Placements []string  `json:"placements,omitempty" max:"512" each:"64"`
+	// ComputePercent is its share of the GPU's multiprocessors, in percent; 0 if it has none of its own.
+	ComputePercent int `json:"computePercent,omitempty" max:"100"`
 }
+
+// Through is GPU.Compute of a GPU whose containers have shares of its multiprocessors through MPS.
+const Through = "mps"
 
 // Cut shortens the messages of all conditions to brief.Text. Some of them are texts of a driver or
 // an operator, and the API server accepts at most that. The admission policies have the same

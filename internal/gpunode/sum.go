@@ -22,7 +22,8 @@ func (s *Status) Sum() {
 	}
 	s.Resources = nil
 	left := tally{unit: s.MemoryUnitMiB,
-		free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{}}
+		free: map[string]int{}, total: map[string]int{}, largest: map[string]int{}, modes: map[string]int{},
+		single: map[string]int{}}
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
 		if g.Resource != "" {
@@ -30,7 +31,7 @@ func (s *Status) Sum() {
 			r.Total, r.Free = r.Total+g.Total, r.Free+g.Free
 			if g.Kind.Together() {
 				r.Largest = max(r.Largest, g.Largest)
-			} else {
+			} else if g.Compute != Through {
 				r.Largest += g.Largest
 			}
 		}
@@ -46,6 +47,12 @@ func (s *Status) Sum() {
 			}
 		}
 		left.add(g, card)
+	}
+	for i := range s.GPUs { // a container with a share through MPS holds one GPU
+		if g := &s.GPUs[i]; g.Resource != "" && g.Compute == Through {
+			r := s.resource(g.Resource)
+			r.Largest = max(r.Largest, g.Largest)
+		}
 	}
 	slices.SortFunc(s.Resources, func(a, b Resource) int { return cmp.Compare(a.Name, b.Name) })
 	s.Summary = left.summary()
@@ -123,6 +130,8 @@ type tally struct {
 	unit                        int
 	gpus, sick                  int
 	free, total, largest, modes map[string]int
+	// single is the largest request for devices of GPUs that are held one at a time.
+	single map[string]int
 	// profile is the largest MIG profile that may be given out, and size its memory in MiB.
 	profile string
 	size    int
@@ -156,7 +165,12 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 		t.largest[word] = max(t.largest[word], g.Largest)
 	case counted.Known() && total > 0:
 		word := counted.Short()
-		t.free[word], t.total[word], t.largest[word] = t.free[word]+free, t.total[word]+total, t.largest[word]+g.Largest
+		t.free[word], t.total[word] = t.free[word]+free, t.total[word]+total
+		if g.Compute == Through {
+			t.single[word] = max(t.single[word], g.Largest)
+		} else {
+			t.largest[word] += g.Largest
+		}
 	}
 	t.memory += g.MemoryMiB
 	t.idle += g.MemoryMiB * free / max(total, 1)
@@ -189,6 +203,9 @@ func (t *tally) summary() Summary {
 	s := Summary{GPUs: t.gpus, Unhealthy: t.sick, SaturationPercent: 100}
 	if t.memory > 0 {
 		s.SaturationPercent = (t.memory - t.idle) * 100 / t.memory
+	}
+	for word, n := range t.single {
+		t.largest[word] = max(t.largest[word], n)
 	}
 	var modes, free, largest []string
 	var words, kinds []string

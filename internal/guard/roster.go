@@ -12,6 +12,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
@@ -28,6 +29,19 @@ func (a allocations) on(key string, u gpu.UUID) (bytes uint64, ok bool) {
 	}
 	limit := c.Cap(u)
 	return limit.Bytes, limit.Known
+}
+
+// share returns the share of a GPU's SMs that the containers of an allocation have; zero if they have none of
+// their own.
+func (a allocations) share(key string, u gpu.UUID) (most compute.Share) {
+	if c := a[key]; c != nil {
+		for i := range c.Grants {
+			if g := &c.Grants[i]; g.GPU == u {
+				most.Ceiling = max(most.Ceiling, g.Compute.Ceiling)
+			}
+		}
+	}
+	return most
 }
 
 // roster is the runtime's list of containers, with those that use a GPU and are missing in it.

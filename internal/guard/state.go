@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -77,6 +78,9 @@ func containers(
 			name(&c, &a.Holder)
 			if bytes != lib.None {
 				c.CapMiB, c.Guarantee = new(mib(bytes)), string(memcap.API)
+			}
+			if s := held.share(key, d.UUID); s.Ceiling > 0 {
+				c.ComputePercent, c.Compute = s.Ceiling, new(compute.NoneFor("the watchdog has not looked at it yet"))
 			}
 			seen(&c, d.UUID, bytes)
 			out = append(out, c)

@@ -58,18 +58,22 @@ func (t *Top) Write(out io.Writer) error {
 	of := slices.Clone(t.Containers)
 	slices.SortStableFunc(of, func(a, b Usage) int { return cmp.Compare(b.filled(), a.filled()) })
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(w, "NODE\tNAMESPACE\tPOD\tCONTAINER\tGPU\tUSED\tCAP\tPEAK\tREFUSED\tSM%\tCAP BY")
+	fmt.Fprintln(w, "NODE\tNAMESPACE\tPOD\tCONTAINER\tGPU\tUSED\tCAP\tPEAK\tREFUSED\tSM%\tCAP BY\tCOMPUTE")
 	for i := range of {
 		u := &of[i]
 		peak, sm := "", ""
 		if u.HasPeak() {
 			peak = gib(&u.PeakMiB)
 		}
+		compute := ""
+		if u.Compute != nil {
+			compute = u.Compute.String()
+		}
 		if u.SMPercent != nil {
 			sm = strconv.FormatFloat(*u.SMPercent, 'f', 0, 64)
 		}
 		row := []string{u.Node, u.Namespace, u.Pod, u.Container.Container, strconv.Itoa(u.Index), gib(u.UsedMiB),
-			gib(u.CapMiB), peak, strconv.FormatUint(u.Refusals, 10), sm, u.Guarantee}
+			gib(u.CapMiB), peak, strconv.FormatUint(u.Refusals, 10), sm, u.Guarantee, compute}
 		for j := range row {
 			row[j] = cmp.Or(printable(row[j]), "-")
 		}

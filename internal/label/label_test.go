@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/topology"
@@ -182,7 +183,11 @@ func TestNVIDIA(t *testing.T) {
 			"gpu.product": "NVIDIA-A100-SXM4-80GB", "gpu.replicas": "1", "gpu.sharing-strategy": "none", "mig.strategy": "", "mig.capable": "true", "gfd.timestamp": ""}},
 		{"units have no word", []config.Want{units}, nil, map[string]string{"gpu.product": "NVIDIA-A100-SXM4-80GB", "gpu.replicas": "1", "gpu.sharing-strategy": "none"}},
 		{"replicas", []config.Want{{Mode: config.Shared, Replicas: 4}}, nil, map[string]string{
-			"gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED", "gpu.replicas": "4", "gpu.sharing-strategy": "time-slicing"}},
+			"gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED", "gpu.replicas": "4", "gpu.sharing-strategy": "time-slicing", "mps.capable": "false"}},
+		{"replicas through MPS", []config.Want{{Mode: config.Shared, Replicas: 4, Compute: compute.Sharing{MPS: true}}}, nil, map[string]string{
+			"gpu.product": "NVIDIA-A100-SXM4-80GB-SHARED", "gpu.replicas": "4", "gpu.sharing-strategy": "mps", "mps.capable": "true"}},
+		{"replicas through MPS on some", []config.Want{{Mode: config.Shared, Replicas: 4, Compute: compute.Sharing{MPS: true}}, {Mode: config.Shared, Replicas: 4}}, nil, map[string]string{
+			"gpu.replicas": "4", "gpu.sharing-strategy": "time-slicing", "mps.capable": "true"}},
 		{"replicas on some", []config.Want{{Mode: config.Shared, Replicas: 4}, whole}, nil, map[string]string{
 			"gpu.product": "NVIDIA-A100-SXM4-80GB", "gpu.replicas": "1", "gpu.sharing-strategy": "none"}},
 		{"replicas beside MIG", []config.Want{onDemand, {Mode: config.Shared, Replicas: 4}}, nil, map[string]string{

@@ -27,7 +27,8 @@ func NVIDIA(in Node) map[string]string {
 	out["gpu.machine"] = machine
 	out.versions(in.Inventory.Driver, in.Inventory.CUDA)
 	out["mig.capable"] = strconv.FormatBool(slices.ContainsFunc(gpus, func(c card) bool { return c.MIG.Capable }))
-	out["mps.capable"] = "false"
+	through := slices.ContainsFunc(in.Wanted, func(w config.Want) bool { return w.Compute.MPS })
+	out["mps.capable"] = strconv.FormatBool(through)
 	out["gpu.mode"] = class(gpus)
 	if name := clique(gpus); name != "" {
 		out["gpu.clique"] = name
@@ -91,6 +92,9 @@ func (l labels) whole(gpus []card) {
 		replicas = 0
 	case n > 1:
 		replicas, suffix, strategy = n, "-SHARED", "time-slicing"
+		if turns := func(c card) bool { return c.Model == of.Model && !c.want.Compute.MPS }; !slices.ContainsFunc(pool, turns) {
+			strategy = "mps"
+		}
 	}
 	l["gpu.product"] = product(of.Model, suffix)
 	l["gpu.replicas"], l["gpu.sharing-strategy"] = strconv.Itoa(replicas), strategy

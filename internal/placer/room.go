@@ -90,6 +90,8 @@ type space struct {
 	rank     int
 	kind     piece.Kind
 	resource string
+	// single is true if a container with a replica of the GPU has no other one: it is shared through MPS.
+	single bool
 	// total is how many devices the GPU has, held tells which of them are held, and free
 	// counts the others. Of a GPU that gives out nothing new, all are held.
 	total, free int
@@ -181,7 +183,8 @@ func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, ki
 		if g.API != string(workload.DevicePlugin) {
 			continue
 		}
-		s := space{own: true, uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource}
+		s := space{own: true, uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource,
+			single: g.Compute == gpunode.Through && !g.Kind.Together()}
 		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
 		if g.Kind == piece.KindPlacement {
 			n.placements(&s, g, open, gone)
@@ -484,6 +487,7 @@ func (r *room) largest(resource string) (n int) {
 		}
 		r.blocks[resource] = n
 	}()
+	alone := 0
 	for i := range r.gpus {
 		s := &r.gpus[i]
 		switch {
@@ -492,9 +496,11 @@ func (r *room) largest(resource string) (n int) {
 		case s.resource != resource:
 		case s.kind == piece.KindUnits:
 			n = max(n, s.free)
+		case s.single:
+			alone = max(alone, min(s.free, 1))
 		default:
 			n += min(s.free, 1)
 		}
 	}
-	return n
+	return max(n, alone)
 }

@@ -199,7 +199,7 @@ func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 func (b bound) spareReplicas(it item, others []item) (most int, alone bool) {
 	var free []int
 	for i := range b.gpus {
-		if s := &b.gpus[i]; s.resource == it.resource && s.free > 0 {
+		if s := &b.gpus[i]; s.resource == it.resource && s.free > 0 && !(s.single && it.n > 1) {
 			free = append(free, s.free)
 		}
 	}

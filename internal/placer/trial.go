@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"strings"
 
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/gpu"
@@ -157,7 +158,7 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	var at []int
 	free := 0
 	for i := range t.gpus {
-		if s := &t.gpus[i]; s.resource == resource && s.free > 0 {
+		if s := &t.gpus[i]; s.resource == resource && s.free > 0 && !(s.single && n > 1) {
 			of, at = append(of, timeslice.Free{GPU: s.uuid, N: s.free, Rank: s.rank}), append(at, i)
 			free += s.free
 		}
@@ -221,6 +222,12 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 	for i := range t.gpus {
 		s := &t.gpus[i]
 		rank[s.uuid] = s.rank
+		if s.resource == resource && s.single && n > 1 {
+			if slices.ContainsFunc(must, func(id string) bool { return strings.HasPrefix(id, string(s.uuid)+"::") }) {
+				return nil, false
+			}
+			continue
+		}
 		for number := range s.held {
 			if s.resource == resource && !s.held[number] {
 				free = append(free, s.id(number))

@@ -43,6 +43,7 @@ type device struct {
 	kind     piece.Kind
 	total    int
 	onDemand bool
+	single   bool // replicas with a share through MPS, of which a container has one and nothing else
 	static   []mig.Placement
 	by       map[string]string // device ID → pod's UID
 	warm     []mig.Placement
@@ -73,7 +74,7 @@ func newMachine(t testing.TB, r *rand.Rand, name string, kind piece.Kind, n, tot
 	m.told, m.card = h100(t)
 	for i := range n {
 		d := &device{uuid: gpu.UUID(fmt.Sprintf("GPU-%s-%d", name, i)), index: i, kind: kind, total: total,
-			by: map[string]string{}}
+			by: map[string]string{}, single: kind == piece.KindReplica && i%3 == 1}
 		if kind == piece.KindPlacement {
 			d.onDemand, d.total = i%3 != 2, 0
 			if !d.onDemand {
@@ -141,6 +142,9 @@ func (m *machine) says() *gpunode.Status {
 			Resource: d.resource(), Total: d.total,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True},
 				{Type: gpunode.Healthy, Status: gpunode.True}}}
+		if d.single {
+			g.Compute = gpunode.Through
+		}
 		holders := map[string]*gpunode.Holder{}
 		holder := func(id string) *gpunode.Holder {
 			uid := d.by[id]
@@ -282,6 +286,12 @@ func (m *machine) prefer(r *rand.Rand, name string, must []string, n int) ([]str
 			}
 			continue
 		}
+		if d.single && n > 1 && d.resource() == name {
+			if slices.ContainsFunc(must, func(id string) bool { return m.of(id) == d }) {
+				return nil, fmt.Errorf("%s is a share through MPS", must)
+			}
+			continue
+		}
 		for i := range d.total {
 			if id := d.id(i); d.resource() == name && d.by[id] == "" {
 				free = append(free, id)
@@ -333,6 +343,7 @@ func (m *machine) canPlace(name string, n int) bool {
 		switch {
 		case name == memName && own >= n:
 			return true
+		case d.single && n > 1:
 		case name == repName || name == gpuName:
 			free += min(own, 1)
 		}

@@ -54,8 +54,8 @@ func cards() Status {
 			Message: "GPU 1: train/train-3 holds 1g.10gb@5"},
 		Watchdog: Watchdog{State: WatchdogRunning},
 		Containers: []Container{
-			{"dev", "notebook-1", "jupyter", "1a1b2c3d4e5f6071", uuid(0), 0, nil, mib(3000), 4000, "hardware", 0, 1, 0, 0, nil},
-			{"dev", "old", "main", "2a1b2c3d4e5f6071", uuid(0), 0, nil, nil, 0, "hardware", 0, 0, 0, 0, nil},
+			{"dev", "notebook-1", "jupyter", "1a1b2c3d4e5f6071", uuid(0), 0, nil, mib(3000), 4000, "hardware", 0, 1, 0, 0, nil, 0, nil},
+			{"dev", "old", "main", "2a1b2c3d4e5f6071", uuid(0), 0, nil, nil, 0, "hardware", 0, 0, 0, 0, nil, 0, nil},
 		},
 	}
 	// On demand: two pods, one whose instance is being made, a warm instance, and

@@ -229,6 +229,11 @@ func modeName(g *GPU) string {
 		of.API = ""
 		return modeName(&of) + ", by " + g.API
 	}
+	if g.Compute != "" {
+		of := *g
+		of.Compute = ""
+		return modeName(&of) + ", " + g.Compute
+	}
 	switch g.Mode {
 	case Unset:
 		return "no partition"

@@ -224,6 +224,9 @@ func (c *Container) memory(most *uint64) *memory {
 	if c.CapMiB != nil && c.Guarantee != "" {
 		more = append(more, "cap by "+c.Guarantee)
 	}
+	if c.Compute != nil {
+		more = append(more, "compute: "+c.Compute.String())
+	}
 	m.More = strings.Join(more, ", ")
 	return m
 }

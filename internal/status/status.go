@@ -5,6 +5,7 @@ package status
 import (
 	"time"
 
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/topology"
 )
 
@@ -124,6 +125,9 @@ type GPU struct {
 	// DeviceClass is the full name of the DeviceClass whose claims ask for the GPU's devices; empty for
 	// mig and off, and with the device plugin.
 	DeviceClass string `json:"deviceClass,omitempty"`
+	// Compute is how the containers of a shared GPU share its SMs, in words: "mps", "mps, factor 2, max
+	// 80 %"; empty if they take turns.
+	Compute string `json:"compute,omitempty"`
 	// UnitMiB is the size of one device; 0 if a device is not an amount of memory.
 	UnitMiB uint64 `json:"unitMiB,omitempty"`
 	// Total = Used + Free + Unhealthy counts devices. Used are held, Free are free, and
@@ -301,6 +305,11 @@ type Container struct {
 	// SMPercent is how much of the GPU's streaming multiprocessors its processes keep busy, as
 	// the driver last reported; nil if the driver does not report that per process (MIG).
 	SMPercent *float64 `json:"smPercent,omitempty"`
+	// ComputePercent is the container's share of the GPU's SMs, in percent. It is 0 if the container has
+	// none of its own: it takes turns with others, or holds the whole GPU or MIG devices.
+	ComputePercent int `json:"computePercent,omitempty"`
+	// Compute is how strongly that share is held, as the watchdog last saw it; nil without a share.
+	Compute *compute.Held `json:"compute,omitempty"`
 }
 
 // HasPeak reports whether the container's memory was ever seen.

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 	"unicode/utf8"
+
+	"example.com/gpu-agent/pkg/compute"
 )
 
 var update = flag.Bool("update", false, "write the golden files anew")
@@ -42,7 +44,7 @@ func sample() Status {
 		},
 		GPUs: []GPU{
 			{Index: 0, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440000", Model: h100, MemoryMiB: 81559, Mode: "shared",
-				Resource: "example.com/gpu-mem", UnitMiB: 1024, Total: 79, Used: 48, Free: 31, Health: Healthy,
+				Resource: "example.com/gpu-mem", Compute: "mps", UnitMiB: 1024, Total: 79, Used: 48, Free: 31, Health: Healthy,
 				Holders: []Holder{
 					{"train", "job-1", "main", "example.com/gpu-mem", false, 24, ago(3 * time.Hour), "", nil, false, ""},
 					{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "example.com/gpu-mem", false, 8, ago(5 * time.Second), "", []string{"train/job-2-b", "train/job-2-c"}, false, ""},
@@ -68,17 +70,17 @@ func sample() Status {
 			{"gpu-agent-events", PolicyMissing, "the API server would take a write to events that the admission policy gpu-agent-events must refuse: apply it"},
 			{"gpu-agent-evict", PolicyUnknown, "whether the admission policy gpu-agent-evict is in force is not known: no answer"}},
 		Containers: []Container{
-			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, 0, "api", 0, 0, 0, 0, nil},
+			{"", "", "", "5a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(16 * 1024), nil, 0, "api", 0, 0, 0, 0, nil, 0, nil},
 			{"train", "job-1", "main", "2a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440000", 0,
-				mib(24 * 1024), mib(3277), 20000, "api", 12, 2, 3, 32, nil},
+				mib(24 * 1024), mib(3277), 20000, "api", 12, 2, 3, 32, nil, 31, &compute.Held{Guarantee: compute.Ceiling, Ceiling: 31}},
 			{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "3a1b2c3d4e5f6071",
-				"GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(8 * 1024), mib(0), 1 << 43, "api", 1<<64 - 1, 1, 0, 0, nil},
+				"GPU-5e0f8c1a-0000-1111-2222-333344440000", 0, mib(8 * 1024), mib(0), 1 << 43, "api", 1<<64 - 1, 1, 0, 0, nil, 11, new(compute.NoneFor("no process yet"))},
 			{"train", "train-3", "main", "4a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440002", 2,
-				nil, mib(70000), 71000, "hardware", 0, 1, 0, 0, nil},
+				nil, mib(70000), 71000, "hardware", 0, 1, 0, 0, nil, 0, nil},
 			{"dev", "notebook", "jupyter", "1a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440003", 3,
-				mib(20242), nil, 0, "api", 0, 0, 0, 0, nil},
+				mib(20242), nil, 0, "api", 0, 0, 0, 0, nil, 0, nil},
 			{"dev", "big", "main", "0a1b2c3d4e5f6071", "GPU-5e0f8c1a-0000-1111-2222-333344440004", 4,
-				mib(79 * 1024), mib(80 * 1024), 78 * 1024, "watchdog", 3, 8, 0, 0, nil},
+				mib(79 * 1024), mib(80 * 1024), 78 * 1024, "watchdog", 3, 8, 0, 0, nil, 0, nil},
 		},
 	}
 }

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"time"
 	"unicode/utf8"
+
+	"example.com/gpu-agent/pkg/compute"
 )
 
 // TextOptions are the options of WriteText.
@@ -41,6 +43,7 @@ func WriteText(w io.Writer, s Status, o TextOptions) error {
 		p.line("no GPU")
 	}
 	p.containers(s)
+	p.shares(s)
 	_, err := io.WriteString(w, p.out.String())
 	return err
 }
@@ -230,6 +233,9 @@ func (p *printer) gpu(s *Status, g *GPU) {
 	if g.MIG != nil && g.MIG.OnDemand {
 		mode += " on demand"
 	}
+	if g.Compute != "" {
+		mode += ", " + g.Compute
+	}
 	health, color := g.Health, green
 	if g.Health != Healthy {
 		color = red
@@ -302,6 +308,34 @@ func (p *printer) containers(s Status) {
 			colors[3] = red
 		}
 		p.row("", widths, row, colors...)
+	}
+}
+
+// shares writes a table of the containers that have a share of the SMs of their own: how large it is, and how
+// strongly it is held. Below one that is not held stands the reason.
+func (p *printer) shares(s Status) {
+	rows := [][]string{{"share of the compute", "GPU", "", "held"}}
+	var of []compute.Held
+	for _, c := range s.Containers {
+		if c.Compute == nil {
+			continue
+		}
+		of = append(of, *c.Compute)
+		rows = append(rows, []string{who(c.Namespace, c.Pod, c.Container), strconv.Itoa(c.Index),
+			strconv.Itoa(c.ComputePercent) + " %", string(c.Compute.Guarantee)})
+	}
+	if len(of) == 0 {
+		return
+	}
+	widths := p.columns("", rows)
+	widths[3] = -widths[3] // to the left
+	p.line("")
+	p.row("", widths, rows[0], slices.Repeat([]string{faint}, len(rows[0]))...)
+	for i, row := range rows[1:] {
+		p.row("", widths, row, "", "", "", "")
+		if of[i].Guarantee == compute.None {
+			p.wrapped("  ", yellow, cmp.Or(of[i].Reason, "no reason is known"))
+		}
 	}
 }
 

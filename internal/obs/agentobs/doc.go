@@ -80,6 +80,7 @@
 //	container_memory_refusals_total{namespace,pod,container,gpu}       refused allocations, by the container's counter
 //	container_memory_uncounted_total{namespace,pod,container,gpu}      allocations of an unknown kind, likewise
 //	container_memory_undone_bytes{namespace,pod,container,gpu}         the most beyond the cap, likewise
+//	container_compute_percent{namespace,pod,container,gpu,guarantee}   its share of the SMs, guarantee ceiling or none
 //	cap_kills_total{reason}                     containers that the watchdog ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end

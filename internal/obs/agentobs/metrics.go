@@ -283,6 +283,10 @@ var (
 		"The most that a memory pool of a container has taken beyond the cap and given back at once, by the "+
 			"container's own counter.",
 		"namespace", "pod", "container", "gpu")
+	containerCompute = gauge("container_compute_percent",
+		"A container's share of a GPU's multiprocessors, in percent; the label guarantee is ceiling if the watchdog "+
+			"sees that it is held, and otherwise none. None for containers without a share of their own.",
+		"namespace", "pod", "container", "gpu", "guarantee")
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps runs: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
 		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while "+
@@ -411,6 +415,9 @@ func sendContainers(send, count sender, containers []status.Container) {
 			count(containerRefusals, float64(c.Refusals), labels[:]...)
 			count(containerUncounted, float64(c.Uncounted), labels[:]...)
 			send(containerUndone, bytes(c.UndoneMiB), labels[:]...)
+		}
+		if c.Compute != nil {
+			send(containerCompute, float64(c.ComputePercent), append(labels[:], string(c.Compute.Guarantee))...)
 		}
 		if c.UsedMiB != nil {
 			send(containerUsed, bytes(*c.UsedMiB), labels[:]...)

@@ -218,6 +218,7 @@ func TestMetricsPage(t *testing.T) {
 		`gpu_agent_events_total{outcome="sent"} 1`,
 		`gpu_agent_gpu_events_total{gpu="GPU-5e0f8c1a-0000-1111-2222-333344440001",kind="xid",xid="79"} 1`,
 		`gpu_agent_container_memory_cap_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",guarantee="api",namespace="train",pod="job-1"} 2.5769803776e+10`,
+		`gpu_agent_container_compute_percent{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",guarantee="ceiling",namespace="train",pod="job-1"} 31`,
 		`gpu_agent_container_memory_used_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 3.436183552e+09`,
 		`gpu_agent_container_memory_peak_bytes{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 2.097152e+10`,
 		`gpu_agent_container_memory_refusals_total{container="main",gpu="GPU-5e0f8c1a-0000-1111-2222-333344440000",namespace="train",pod="job-1"} 12`,

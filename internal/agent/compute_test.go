@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/deviceplugin"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+)
+
+// The GPUNode and the status say how a GPU's compute is shared, and the GPUNode how strongly all containers on
+// the GPU are held: as strongly as the weakest of them, and what nobody has seen is not held. What one container
+// can get of replicas is one.
+func TestComputeOfAGPU(t *testing.T) {
+	units := func(n, percent int) ledger.Allocation {
+		a := ledger.Allocation{ID: string(rune('a' + n)), Owner: ledger.DevicePlugin, Resource: memResource, Holder: ledger.Holder{Pod: workload.Pod{Namespace: "ns", Name: "p"}, Container: "c"},
+			Grants: []ledger.Grant{{GPU: uuid(0), Piece: piece.Units{Set: piece.SetOf([]int{n}), Unit: 1024}, Compute: compute.Share{Ceiling: percent}}}}
+		return a
+	}
+	held := compute.Held{Guarantee: compute.Ceiling, Ceiling: 25}
+	mps := compute.Sharing{MPS: true, Factor: 2}
+	for name, c := range map[string]struct {
+		compute compute.Sharing
+		kind    piece.Kind
+		held    []ledger.Allocation
+		seen    map[string]compute.Held
+		want    compute.Guarantee
+		words   string
+		largest int
+	}{
+		"turns":            {compute.Sharing{}, piece.KindUnits, []ledger.Allocation{units(0, 0)}, nil, "", "", 4},
+		"nobody":           {mps, piece.KindUnits, nil, nil, "", "mps, factor 2", 4},
+		"held":             {mps, piece.KindUnits, []ledger.Allocation{units(0, 25), units(1, 25)}, map[string]compute.Held{"a": held, "b": held}, compute.Ceiling, "mps, factor 2", 4},
+		"one is not":       {mps, piece.KindUnits, []ledger.Allocation{units(0, 25), units(1, 25)}, map[string]compute.Held{"a": held, "b": compute.NoneFor("no process yet")}, compute.None, "mps, factor 2", 4},
+		"one was not seen": {mps, piece.KindUnits, []ledger.Allocation{units(0, 25), units(1, 25)}, map[string]compute.Held{"b": held}, compute.None, "mps, factor 2", 4},
+		"replicas":         {mps, piece.KindReplica, nil, nil, "", "mps, factor 2", 1},
+		"replicas in turn": {compute.Sharing{}, piece.KindReplica, nil, nil, "", "", 2},
+	} {
+		inv := machine(2)
+		layout := plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: c.kind, N: 4}, Compute: c.compute}
+		snap := &Snapshot{At: time.Now(), hardware: readout{Inventory: inv}, shape: shape{Layouts: map[gpu.UUID]plan.Layout{uuid(0): layout, uuid(1): layout}}}
+		offer := deviceplugin.Build(deviceplugin.Input{Inventory: inv, Changes: &plan.Changes{Layouts: snap.shape.Layouts}, Held: c.held, Names: deviceplugin.ResourceNames("example.com")})
+		at := newScene(snap, deviceplugin.ResourceNames("example.com"), "example.com", 1024, offer, c.held)
+		at.computed = func(id string, _ gpu.UUID) compute.Held {
+			if h, ok := c.seen[id]; ok {
+				return h
+			}
+			return unseen
+		}
+		s := status.Status{GPUs: at.gpus()}
+		n := at.gpuNode(&s, gpunode.InObject, memcap.API)
+		g := n.GPUs[0]
+		if g.ComputeGuarantee != string(c.want) || (g.Compute == gpunode.Through) != c.compute.MPS || s.GPUs[0].Compute != c.words {
+			t.Errorf("%s: %+v; the status says %q", name, g, s.GPUs[0].Compute)
+		}
+		if n.Resources[0].Largest != c.largest {
+			t.Errorf("%s: one container can get %d, want %d", name, n.Resources[0].Largest, c.largest)
+		}
+		for i, h := range g.Holders {
+			if h.ComputePercent != c.held[i].Grants[0].Compute.Ceiling {
+				t.Errorf("%s: holder %+v", name, h)
+			}
+		}
+		if err := n.Check(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
