@@ -184,10 +184,7 @@ func New(o Options, w Worlds) *Agent {
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
 		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse,
-		containers: func() []status.Container { return nil }}
-	if w.Containers != nil {
-		shown.containers = w.Containers
-	}
+		containers: w.containers}
 	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := l.mail.latest()
 		return shown.gpuNode(in.holdersIn(o.HoldersIn))

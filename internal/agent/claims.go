@@ -20,6 +20,7 @@ import (
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/mig"
@@ -48,7 +49,8 @@ func newClaims(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.All
 		c.front = dra.New(dra.Options{Domain: o.Domain, Driver: dra.DriverName(o.Domain), Node: o.Node, Ledger: l,
 			API: w.DRA.API, Kubelet: w.DRA.Kubelet, Runtime: w.Runtime,
 			Fault: o.FaultTaint, Granted: granted, RefusedClaim: w.Account.refusedClaim, Wake: wake, Now: time.Now,
-			Log: o.Log, Listing: w.Kubelet.List, Evict: w.Account.evicting(w.DRA.Evict),
+			Held: func(id string, u gpu.UUID) compute.Held { return heldIn(w.containers(), id, u) },
+			Log:  o.Log, Listing: w.Kubelet.List, Evict: w.Account.evicting(w.DRA.Evict),
 			Tell: func(p workload.Pod, kind agentkube.EventType, reason, message string) {
 				if w.Cluster != nil {
 					w.Cluster.Event(p, kind, reason, message)

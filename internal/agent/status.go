@@ -71,15 +71,19 @@ func (y *display) scene() *scene {
 	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
 	at.over = y.front.Over
 	seen := y.containers()
-	at.computed = func(id string, u gpu.UUID) compute.Held {
-		for i := range seen {
-			if c := &seen[i]; c.Allocation == id && c.GPU == string(u) && c.Compute != nil {
-				return *c.Compute
-			}
-		}
-		return unseen
-	}
+	at.computed = func(id string, u gpu.UUID) compute.Held { return heldIn(seen, id, u) }
 	return at
+}
+
+// heldIn returns how strongly the share of the SMs that an allocation has on a GPU is held, by what was seen of
+// containers.
+func heldIn(seen []status.Container, id string, u gpu.UUID) compute.Held {
+	for i := range seen {
+		if c := &seen[i]; c.Allocation == id && c.GPU == string(u) && c.Compute != nil {
+			return *c.Compute
+		}
+	}
+	return unseen
 }
 
 // unseen is how strongly a share is held that the watchdog has not seen.

@@ -53,6 +53,14 @@ type Worlds struct {
 	Account *Account
 }
 
+// containers returns what the watchdog last saw of containers; nothing if there is no watchdog.
+func (w *Worlds) containers() []status.Container {
+	if w.Containers == nil {
+		return nil
+	}
+	return w.Containers()
+}
+
 // Driver is the part of the GPU driver that the loop uses. pkg/gpu/nvml implements it.
 type Driver interface {
 	Inventory(context.Context) (gpu.Inventory, error)

@@ -297,3 +297,51 @@ func TestSchedulerSharesTheSMs(t *testing.T) {
 		}
 	}
 }
+
+// The claim says how strongly its share is held: what is known when it is prepared, and within half a minute what
+// has changed, also in the next process, and no more often.
+func TestClaimSaysWhatIsHeld(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		mps := through(shared, compute.Sharing{MPS: true})
+		w := newWorld(t, 1, mps)
+		var now compute.Held
+		asked := func(string, gpu.UUID) compute.Held {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return now
+		}
+		set := func(h compute.Held) { w.locked(func() { now = h }) }
+		w.options().Held = asked
+		set(compute.NoneFor("no process yet"))
+		stop := w.run(mps)
+		claim := w.claim("a", result{Device: shareDevice, ShareID: claims.Share("a"), ConsumedCapacity: shareOf(20, 0)})
+		w.prepares(claim)
+		says := func(want string) {
+			t.Helper()
+			synctest.Wait()
+			if told := w.cluster.Told(claim.UID); len(told) != 1 || told[0].Data["compute"] != want || told[0].Data["computePercent"] != "26" {
+				t.Errorf("the claim says %+v, want %q", told, want)
+			}
+		}
+		time.Sleep(tellAfter)
+		says("none: no process yet")
+		set(compute.Held{Guarantee: compute.Ceiling, Ceiling: 26})
+		time.Sleep(retellEvery)
+		says("ceiling 26 %")
+		w.cluster.Untell(claim.UID)
+		time.Sleep(10 * retellEvery)
+		if synctest.Wait(); len(w.cluster.Told(claim.UID)) > 0 {
+			t.Errorf("it is told again that nothing has changed: %+v", w.cluster.Told(claim.UID))
+		}
+		set(compute.NoneFor("its MPS daemon is dead"))
+		time.Sleep(retellEvery)
+		says("none: its MPS daemon is dead")
+		stop()
+		set(compute.Held{Guarantee: compute.Ceiling, Ceiling: 26})
+		w.restart()
+		w.options().Held = asked
+		defer w.run(mps)()
+		time.Sleep(retellEvery)
+		says("ceiling 26 %")
+	})
+}

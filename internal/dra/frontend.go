@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/dra"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -82,6 +83,9 @@ type Options struct {
 	// Tell sends an Event about a pod. Evict evicts a pod; nil if none may be evicted.
 	Tell  func(p workload.Pod, kind agentkube.EventType, reason, message string)
 	Evict func(context.Context, workload.Pod) error
+	// Held returns how strongly the share of a GPU's SMs that an allocation has is held now. If it is nil,
+	// nothing is known to hold any.
+	Held func(allocation string, u gpu.UUID) compute.Held
 	// Wake makes the agent's loop run, and publish.
 	Wake func()
 	Now  func() time.Time
@@ -175,13 +179,17 @@ func New(o Options) *FrontEnd {
 	p.written, p.changed = s.written, o.Wake
 	b := newBook(&o, s, look)
 	r := newRefusals(&o, s, b)
-	in := &intake{&o, b, s, r, look}
+	if o.Held == nil {
+		o.Held = func(string, gpu.UUID) compute.Held { return compute.NoneFor("the agent does not look") }
+	}
+	in := &intake{&o, b, s, r, look, nil}
+	in.again = &reteller{in: in, told: map[string]string{}}
 	w := &sweeper{&o, b, in, s, look, account}
 	follow := func(ctx context.Context) error { return o.Kubelet.FollowDRAState(ctx, account.poke) }
 	return &FrontEnd{SlicesOut: s, ClaimsIn: in, Book: b, Ends: r,
 		Reservations: &reservations{o: &o, book: b, shelf: s, publisher: p},
 		Driver:       o.Driver, Wake: o.Wake, publisher: p,
-		runs: []func(context.Context) error{p.Run, w.follow, r.run, follow, w.followAccount}}
+		runs: []func(context.Context) error{p.Run, w.follow, r.run, follow, w.followAccount, in.again.run}}
 }
 
 // Publisher returns the publisher of the node's slices.

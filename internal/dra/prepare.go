@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -31,6 +32,8 @@ type intake struct {
 	refusals refuser
 	// look wakes the sweeper, while a Prepare waits for a previous holder.
 	look token
+	// again tells claims again what has changed of them.
+	again *reteller
 }
 
 // refuser is told the result of a claim's Prepare (note), and that a claim's pod is gone (forgive).
@@ -265,6 +268,7 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 		return // the sweeper does it once the claims are known
 	}
 	var devices []agentkube.ClaimDevice
+	var said []string
 	for i := range shares {
 		s := &shares[i]
 		a, ok := in.stillHas(s)
@@ -283,7 +287,9 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 			data["capBytes"] = strconv.FormatUint(g.Cap.Bytes, 10)
 		}
 		if g.Compute.Ceiling > 0 {
-			data["computePercent"] = strconv.Itoa(g.Compute.Ceiling)
+			held := in.o.Held(a.ID, g.GPU).String()
+			data["computePercent"], data["compute"] = strconv.Itoa(g.Compute.Ceiling), held
+			said = append(said, held)
 		}
 		devices = append(devices, agentkube.ClaimDevice{Pool: s.Pool, Device: s.Device, Share: s.Share, Data: data})
 	}
@@ -291,6 +297,8 @@ func (in *intake) tell(c *agentkube.Claim, shares []share) {
 	defer cancel()
 	if err := in.o.API.SetClaimDevices(ctx, in.o.Driver, c, devices); err != nil {
 		in.o.Log.Warn("cannot write into a claim what its devices are", "claim", c.Namespace+"/"+c.Name, "err", err)
+	} else if len(said) > 0 {
+		in.again.note(c.UID, strings.Join(said, "; "))
 	}
 }
 

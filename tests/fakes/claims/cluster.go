@@ -221,6 +221,13 @@ func (c *Cluster) Told(uid string) []agentkube.ClaimDevice {
 	return c.told[uid]
 }
 
+// Untell takes away what drivers have written into a claim's status.
+func (c *Cluster) Untell(uid string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.told, uid)
+}
+
 // Put makes a claim, as somebody has allocated it. Without a UID it gets "uid-" and its name.
 func (c *Cluster) Put(claim agentkube.Claim) dra.Claim {
 	c.mu.Lock()
