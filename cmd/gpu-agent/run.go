@@ -228,6 +228,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		}
 		return o.PodUID
 	}
+	d.worlds.MPS = newMPSWorld(f.node.stateDir, f.driver.root, log)
 	plugins := d.newPlugins(f.node.kubeletDir)
 	d.worlds.Plugins = plugins
 	d.loop = agent.New(d.options, d.worlds)
@@ -257,6 +258,8 @@ func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 		ReclaimForeign: f.layout.foreign.Value == "reclaim",
 		NeverReset:     f.layout.reset.Value == "never",
 		OpenCaps:       f.cap.policy.Value == "open",
+		MPS:            true,
+		StateDir:       f.node.stateDir,
 		Boot:           boot,
 		Node:           f.nodeName,
 		Health:         f.health.options(),

@@ -64,6 +64,7 @@ type outside struct {
 	figures   map[gpu.UUID]gpu.Health
 	hang      chan struct{} // if set, Inventory waits for it, or for its deadline
 	left      *leftBehind   // nil where nothing is looked for
+	mps       *supervised   // nil where no supervisor is asked
 	letGo     bool
 	letGoErr  error
 	rounds    int
@@ -486,7 +487,10 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	if o.left != nil {
 		worlds.Setups, worlds.PodOf = o.left, o.left.podOf
 	}
-	b.Agent = New(Options{
+	if o.mps != nil {
+		worlds.MPS = o.mps
+	}
+	b.Agent = New(Options{StateDir: "/state", MPS: o.mps != nil,
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:    health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},
