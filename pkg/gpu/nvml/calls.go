@@ -94,6 +94,8 @@ var (
 	nvmlDeviceGetIndex                 = vital("nvmlDeviceGetIndex", itsGPU)
 	nvmlDeviceIsMigDeviceHandle        = vital("nvmlDeviceIsMigDeviceHandle", itsGPU)
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
+	nvmlDeviceGetNumGpuCores           = optionalNewer("nvmlDeviceGetNumGpuCores",
+		"how many multiprocessors there are, so that no share of them is seen to be held")
 	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
 		"the NUMA node, if the kernel does not know it either")
 
