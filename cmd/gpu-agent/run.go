@@ -357,6 +357,7 @@ func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc) *guard.Guard {
 		Pages:       guard.Counters{Pages: d.caps.Pages},
 		Observer:    agent.Offences{Metrics: d.metrics, Account: d.worlds.Account},
 		Limiter:     guard.ByCgroup{Driver: d.driver, Runtime: d.runtime},
+		Shares:      agent.Shares{Agent: d.loop},
 	}
 	if d.cluster != nil {
 		watch.Cluster = d.cluster

@@ -264,13 +264,6 @@ func (a *Agent) Offered() []gpu.Device { return a.display.offered() }
 // allocation of this agent may have one from that owner.
 func (a *Agent) Open(u gpu.UUID) bool { return a.display.open(u) }
 
-// MPS returns the MPS daemons of the GPUs that are laid out for it, as they were last seen.
-func (a *Agent) MPS() map[gpu.UUID]MPSDaemon { return a.mps.latest() }
-
-// MPSFault tells that the MPS server of a GPU serves its clients no more. It takes no new clients, and
-// is started anew when the last one has ended.
-func (a *Agent) MPSFault(u gpu.UUID, why string) { a.mps.fault(u, why) }
-
 // Allocations returns the present allocations, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
 

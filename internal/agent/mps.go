@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/plan"
@@ -26,7 +27,7 @@ import (
 const (
 	// mpsEvery is how often the supervisor of MPS daemons is asked what is, and mpsSayEvery how
 	// often it is told what shall be, also if that is as before. mpsTimeout bounds a question.
-	mpsEvery    = 500 * time.Millisecond
+	mpsEvery    = 250 * time.Millisecond
 	mpsSayEvery = 10 * time.Second
 	mpsTimeout  = 5 * time.Second
 	// mpsFresh is how old a daemon's last answer may be for a container to start. The library in
@@ -334,8 +335,10 @@ func (m *mpsDaemons) latest() map[gpu.UUID]MPSDaemon {
 		d := MPSDaemon{Percent: percent, Clients: map[int]bool{}}
 		d.Trouble, _ = m.troubleLocked(u, time.Now())
 		seen := m.seen.of[u]
+		d.At, d.PID = seen.answered, seen.PID
 		for _, s := range seen.Servers {
 			d.Servers = append(d.Servers, s.PID)
+			d.Active = d.Active || s.Status == mps.Active
 			for _, pid := range s.Clients {
 				d.Clients[pid] = true
 			}
@@ -351,10 +354,45 @@ type MPSDaemon struct {
 	Percent int
 	// Trouble is why the daemon cannot be relied on now; zero if it can.
 	Trouble status.Cause
-	// Servers and Clients are the PIDs of its servers and of their clients, as the agent sees them.
+	// At is when it told what follows; zero if it never has. PID is the daemon's, and Servers and Clients
+	// are the PIDs of its servers and of their clients, as the agent sees them. Active is true if a
+	// server serves.
+	At      time.Time
+	PID     int
 	Servers []int
 	Clients map[int]bool
+	Active  bool
 }
+
+// Shares implements guard.Shares for an agent with a supervisor.
+type Shares struct{ *Agent }
+
+// Daemons returns the daemons as they were last seen.
+func (s Shares) Daemons() map[gpu.UUID]guard.Daemon {
+	out := map[gpu.UUID]guard.Daemon{}
+	for u, d := range s.mps.latest() {
+		out[u] = guard.Daemon{Percent: d.Percent, Trouble: d.Trouble.Message, At: d.At, PID: d.PID, Servers: d.Servers,
+			Clients: d.Clients, Active: d.Active}
+	}
+	return out
+}
+
+// Detach detaches clients of a GPU's server.
+func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error) {
+	done, err := s.mps.supervisor.Detach(ctx, mps.Detach{GPU: u, Clients: clients})
+	for _, c := range done {
+		if c.Outcome == mps.Listed || c.Outcome == mps.Unanswered {
+			timedOut++
+		}
+	}
+	return timedOut, err
+}
+
+// Fault tells that a GPU's server serves nobody any more.
+func (s Shares) Fault(u gpu.UUID, why string) { s.mps.fault(u, why) }
+
+// Now returns the time since boot.
+func (s Shares) Now() time.Duration { return s.mps.supervisor.Now() }
 
 // ours reports whether a process is one of the daemons that the supervisor keeps, or of their servers.
 func (m *mpsDaemons) ours() func(pid int) bool {

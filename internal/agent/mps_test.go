@@ -332,7 +332,7 @@ func TestMPSFault(t *testing.T) {
 		"the status": func(b *bench) {
 			b.outside.mps.with(func() { b.outside.mps.daemons[uuid(0)].Servers[0].Status = mps.Fault })
 		},
-		"the watchdog": func(b *bench) { b.MPSFault(uuid(0), "its server serves nobody") },
+		"the watchdog": func(b *bench) { Shares{b.Agent}.Fault(uuid(0), "its server serves nobody") },
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -385,7 +385,7 @@ func TestMPSFaultSuccessor(t *testing.T) {
 		b := start(t, o, dir, allMPS)
 		pause(time.Minute)
 		o.mps.clients(uuid(0), 41)
-		b.MPSFault(uuid(0), "its server serves nobody")
+		Shares{b.Agent}.Fault(uuid(0), "its server serves nobody")
 		pause(time.Minute)
 		first := o.mps.wants[0].Retire
 		b.end()

@@ -44,6 +44,14 @@
 // that finds a container on a GPU sets the limit (Limiter). The container's level is then
 // memcap.Driver, as long as the driver confirms the limit.
 //
+// # Shares of the multiprocessors
+//
+// Containers on a GPU under MPS have shares of its multiprocessors, and MPS fails open. So each look
+// compares the driver's list of processes with the clients that the GPU's daemon lists, and with
+// what each process says on its page (share.go). A process that is no client is an intruder, also in
+// a container with an allocation there. Before the guard ends or evicts anything, it has the clients
+// detached: the end of one that computes ends the work of its neighbours.
+//
 // # Parts
 //
 //   - [Guard] decides which GPUs are due, and whether anything has changed on one where all was in

@@ -360,4 +360,8 @@ type Watchdog struct {
 	// Intruders is the number of those that it has found on a GPU without an allocation there.
 	Kills     uint64 `json:"kills"`
 	Intruders uint64 `json:"intruders"`
+	// Detached is how many clients of MPS were detached before it ended their containers, and Undetached for
+	// how many the daemon has not answered in time.
+	Detached   uint64 `json:"detached,omitempty"`
+	Undetached uint64 `json:"undetached,omitempty"`
 }

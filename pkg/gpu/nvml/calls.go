@@ -96,7 +96,7 @@ var (
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
 	nvmlDeviceGetNumGpuCores           = optionalNewer("nvmlDeviceGetNumGpuCores",
 		"how many multiprocessors there are, so that no share of them is seen to be held")
-	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
+	nvmlDeviceGetMemoryAffinity = optional("nvmlDeviceGetMemoryAffinity",
 		"the NUMA node, if the kernel does not know it either")
 
 	// A GPU that uses the machine's memory, such as GB10 and Thor, answers NOT_SUPPORTED to both
