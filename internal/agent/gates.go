@@ -118,6 +118,9 @@ func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trou
 		if !known {
 			continue // the file of the last process stays
 		}
+		if two := on.beside(c, allocations); two != (status.Cause{}) {
+			noMPS, trouble[c.ID] = two, two
+		}
 		shut := on.inOtherMode(c) || c.Superseded
 		if c.Kind().InMIG() && !c.Superseded {
 			if slices.ContainsFunc(c.GPUs(), on.unread) {

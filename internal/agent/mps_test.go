@@ -518,3 +518,31 @@ func TestMPSModeRefused(t *testing.T) {
 		}
 	})
 }
+
+// A container with a share of a GPU under MPS has nothing else: with a second resource it does not start,
+// and its pod is told why.
+func TestMPSBesideAnotherResource(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(2)
+		o.left, o.mps = newLeftBehind(2), newSupervised()
+		file := "version: v1\npartitions:\n  default:\n    - devices: [0]\n      mode: shared\n      compute: mps\n    - devices: [1]\n      mode: whole\n"
+		b := start(t, o, t.TempDir(), file)
+		defer b.end()
+		pause(time.Minute)
+		b.hold("two", wholeResource, string(uuid(1)))
+		b.hold("two", memResource, string(uuid(0))+"::1")
+		pause(time.Minute)
+		for _, c := range b.Allocations() {
+			if share := c.Resource == memResource; share == c.IsOpen() || share && c.Cause.Reason != status.MPSOneGPU {
+				t.Errorf("%s is open: %v, because of %+v", c.Resource, c.IsOpen(), c.Cause)
+			}
+		}
+		b.hold("one", memResource, string(uuid(0))+"::2")
+		pause(time.Minute)
+		for _, c := range b.Allocations() {
+			if c.Holder.Name == "one" && !c.IsOpen() {
+				t.Errorf("a container with a share alone does not start: %+v", c.Cause)
+			}
+		}
+	})
+}

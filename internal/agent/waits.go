@@ -60,6 +60,23 @@ func (on *fileInputs) withoutMPS(c *ledger.Allocation) (why status.Cause, known 
 	return why, true
 }
 
+// beside returns why the container of an allocation with a share of a GPU under MPS may not start: it has
+// another allocation, and its processes reach one MPS server only. It is zero if there is no reason, or
+// the container is not known yet.
+func (on *fileInputs) beside(c *ledger.Allocation, all []ledger.Allocation) (none status.Cause) {
+	if c.Holder.Container == "" || !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return g.Compute.Ceiling > 0 }) {
+		return none
+	}
+	for i := range all {
+		o := &all[i]
+		if o.ID != c.ID && o.Holder.Pod == c.Holder.Pod && o.Holder.Container == c.Holder.Container {
+			return status.Why(status.MPSOneGPU, "a container with a share through MPS holds one GPU, and %s has %s, too: "+
+				"ask for one of them", c.Holder.Container, o.Resource)
+		}
+	}
+	return none
+}
+
 // faulty reports whether the driver cannot tell what a container would need of a GPU.
 func (on *fileInputs) faulty(u gpu.UUID) bool {
 	d := on.inv.ByUUID(u)

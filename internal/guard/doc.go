@@ -48,9 +48,8 @@
 //
 // Containers on a GPU under MPS have shares of its multiprocessors, and MPS fails open. So each look
 // compares the driver's list of processes with the clients that the GPU's daemon lists, and with
-// what each process says on its page (share.go). A process that is no client is an intruder, also in
-// a container with an allocation there. Before the guard ends or evicts anything, it has the clients
-// detached: the end of one that computes ends the work of its neighbours.
+// what each process says on its page (share.go). A process that is no client is an intruder. Before the
+// guard ends or evicts anything, it has the clients detached: their end may end the work of neighbours.
 //
 // # Parts
 //
