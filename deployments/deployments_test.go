@@ -1071,16 +1071,25 @@ func TestCleanup(t *testing.T) {
 				return out
 			}
 			want := paths(agents, agent(t, &a))
-			delete(want, "/dev")
-			delete(want, "/host")
 			delete(want, "/host/dev")
 			delete(want, "/host/sys/fs/cgroup")
-			want["/host/run"] = "/run"
 			want["/var/lib/kubelet/plugins_registry"] = "/var/lib/kubelet/plugins_registry" // of the component dra
 			if got := paths(spec, &first); !maps.Equal(got, want) || len(spec.Volumes) != len(got) {
 				t.Errorf("mounts\n%v of %d volumes, want\n%v", got, len(spec.Volumes), want)
 			}
-			seesRun(t, &first)
+			for _, m := range first.VolumeMounts {
+				if m.MountPath == "/host" && (!m.ReadOnly || m.MountPropagation != "HostToContainer") {
+					t.Errorf("the host is mounted as %+v, want read-only, following the host's mounts", m)
+				}
+			}
+			for _, flag := range []string{"GPU_AGENT_HOST_ROOT", "GPU_AGENT_DRIVER_ROOT"} {
+				if first.env()[flag] != agent(t, &a).env()[flag] {
+					t.Errorf("%s is %q", flag, first.env()[flag])
+				}
+			}
+			if strings.HasPrefix(first.TerminationMessagePath, "/dev") || first.TerminationMessagePath == "" {
+				t.Errorf("the kubelet reads why it failed from %q, which is the host's", first.TerminationMessagePath)
+			}
 		})
 	}
 }

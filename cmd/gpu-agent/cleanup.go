@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/kube"
 	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // newCleanup makes `gpu-agent cleanup`.
@@ -22,33 +23,39 @@ func newCleanup() *cobra.Command {
 	var n nodeFlags
 	var names nameFlags
 	var wait bool
+	var driverRoot string
 	c := &cobra.Command{
 		Use:   "cleanup",
 		Short: "remove what agents have left on this node and its Node object",
 		Long: `Removes what agents have left on this node and its Node object: labels, annotations,
-conditions, GPUNode, CDI files, sockets and the state directory. It refuses while an agent
-runs, and while pods hold devices. What operators have set stays.`,
+conditions, GPUNode, CDI files, sockets, MPS daemons with their compute modes, and the state
+directory. It refuses while an agent or gpu-agent mps runs, and while pods hold devices. What
+operators have set stays.`,
 		Example: "gpu-agent cleanup --node-name node-1 --wait",
 		RunE: func(c *cobra.Command, _ []string) error {
 			if err := names.Complete(); err != nil {
 				return err
 			}
-			return cleanUp(c.Context(), consoleOf(c), &n, &names, wait)
+			return cleanUp(c.Context(), consoleOf(c), &n, &names, driverRoot, wait)
 		},
 	}
 	n.register(c.Flags())
 	names.register(c.Flags())
+	driverRootFlag(c.Flags(), &driverRoot)
 	c.Flags().BoolVar(&wait, "wait", false,
 		"if it is refused, try again until it succeeds; then stay until told to end")
 	return c
 }
 
-func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, wait bool) error {
+func cleanUp(ctx context.Context, c console, n *nodeFlags, names *nameFlags, driverRoot string, wait bool) error {
 	log := slog.New(slog.NewTextHandler(c.err, nil))
 	runtime := n.runtime(names.Domain, func() bool { return true }, log)
 	defer runtime.Close()
 	job := cleanup.Node{KubeletDir: n.kubeletDir, CDIDir: n.cdiDir, StateDir: n.stateDir, NFDDir: n.nfdDir,
-		Domain: names.Domain, ResourceDomain: names.ResourceDomain, Runtime: runtime}
+		Domain: names.Domain, ResourceDomain: names.ResourceDomain, Runtime: runtime,
+		MPS: func(ctx context.Context, gpus []gpu.UUID) error {
+			return endMPS(ctx, n.stateDir, driverRoot, gpus, log)
+		}}
 	if names.nodeName != "" {
 		job.Object = func(ctx context.Context) error {
 			client, err := agentkube.New(agentkube.Options{

@@ -230,6 +230,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		}
 		return o.PodUID
 	}
+	d.worlds.MPS = newMPSWorld(f.node.stateDir, f.driver.root, log)
 	plugins := d.newPlugins(f.node.kubeletDir)
 	d.worlds.Plugins = plugins
 	d.loop = agent.New(d.options, d.worlds)
@@ -259,6 +260,8 @@ func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 		ReclaimForeign: f.layout.foreign.Value == "reclaim",
 		NeverReset:     f.layout.reset.Value == "never",
 		OpenCaps:       f.cap.policy.Value == "open",
+		MPS:            true,
+		StateDir:       f.node.stateDir,
 		Boot:           boot,
 		Node:           f.nodeName,
 		Health:         f.health.options(),
@@ -357,6 +360,7 @@ func (d *daemon) newWatchdog(f *capFlags, proc *node.Proc, limiter guard.Limiter
 		Observer:    agent.Offences{Metrics: d.metrics, Account: d.worlds.Account},
 		Limiter:     limiter,
 		Outcomes:    &guard.HookOutcomes{All: outcomes, Runtime: d.runtime},
+		Shares:      agent.Shares{Agent: d.loop},
 	}
 	if d.cluster != nil {
 		watch.Cluster = d.cluster

@@ -104,6 +104,8 @@ type Options struct {
 	// OpenCaps is true if containers may run without a memory cap where the in-process cap cannot
 	// work (--cap-policy open).
 	OpenCaps bool
+	// StateDir is the agent's state directory, as it is on the host.
+	StateDir string
 	// Node is the node's name, empty if there is no cluster.
 	Node string
 	// Pod is the agent's own pod, empty outside a pod. The agent ends no allocation because of a
@@ -132,6 +134,7 @@ type Agent struct {
 	ledger  *ledger.Ledger
 	front   *deviceplugin.FrontEnd
 	claims  *claims
+	mps     *mpsDaemons
 	others  neighbours
 	display shows
 }
@@ -155,7 +158,7 @@ func New(o Options, w Worlds) *Agent {
 	l := &loop{waker: waker, observer: w.Observer, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc),
 		mail:       &mailbox{domain: o.Domain, wake: waker.wake, input: input{labelKnown: w.Cluster == nil}},
 		partitions: newPartitions(&o, &w), layouts: newLayouts(o.Log, w.Account.laidOut), slices: newTimeSlices(&o, &w),
-		finder: newFinder(&o, &w),
+		finder: newFinder(&o, &w), mps: newMPSDaemons(&o, &w, waker.wake),
 		ledger: ledger.New(waker.wake, time.Now)}
 	l.journal = &journal{store: w.Store, boot: o.Boot, log: o.Log, ration: l.ration}
 	granted := func(c *ledger.Allocation) {
@@ -172,7 +175,7 @@ func New(o Options, w Worlds) *Agent {
 	monitor := health.New(o.Health)
 	l.reader = newReader(&o, &w, monitor, waker.wake)
 	faults := newFaults(&o, &w, monitor, l.ration, l.offering.setFaults, waker.wake, l.reader.again)
-	l.reader.faults = faults
+	l.reader.faults, faults.ofMPS = faults, l.mps.fault
 	l.executor = newExecutor(&o, &w, l.ledger, w.Account.recordStep, l.reader.wasReset, waker.wake)
 	l.gates = newGatekeeper(&o, &w, l.ledger, front.Started, l.journal.append, waker.wake)
 
@@ -183,7 +186,7 @@ func New(o Options, w Worlds) *Agent {
 	l.mail.told, l.reporter = announcer.setNode, reporter
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
-		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse,
+		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse, daemons: l.mps.latest,
 		containers: w.containers}
 	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := l.mail.latest()
@@ -197,6 +200,7 @@ func New(o Options, w Worlds) *Agent {
 	}
 	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
 		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	bg.add(w.MPS != nil, l.mps.follow)
 	bg.add(w.Cluster != nil || w.Features != nil, announcer.run)
 	bg.add(w.GPUNodes != nil, object.run)
 	bg.atEnd = append(bg.atEnd, object.leave)
@@ -207,7 +211,7 @@ func New(o Options, w Worlds) *Agent {
 	bg.atEnd = append(bg.atEnd, claims.leave)
 	bg.add(w.Account != nil, w.Account.run)
 	l.background = bg
-	return &Agent{loop: l, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
+	return &Agent{loop: l, mps: l.mps, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
 		display: shown}
 }
 

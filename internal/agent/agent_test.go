@@ -66,6 +66,7 @@ type outside struct {
 	left      *leftBehind   // nil where nothing is looked for
 	able      *able         // nil where the driver is not asked for limits
 	openCaps  bool
+	mps       *supervised // nil where no supervisor is asked
 	letGo     bool
 	letGoErr  error
 	rounds    int
@@ -491,7 +492,10 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	if o.left != nil {
 		worlds.Setups, worlds.PodOf = o.left, o.left.podOf
 	}
-	b.Agent = New(Options{
+	if o.mps != nil {
+		worlds.MPS = o.mps
+	}
+	b.Agent = New(Options{StateDir: "/state", MPS: o.mps != nil,
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:   health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},

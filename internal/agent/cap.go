@@ -15,9 +15,11 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 )
@@ -150,6 +152,7 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 		if !c.Adopted {
 			l.Since = c.Given
 		}
+		l.Percent = shareOf(c, u).Ceiling
 		limits = append(limits, l)
 	}
 	if c.Kind().InMIG() {
@@ -183,7 +186,27 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 		over.Hooks = append(over.Hooks, kit.Hook())
 	}
 	over.Hooks = append(over.Hooks, k.holder.hook(kit, hold)...)
+	for _, g := range c.Grants {
+		if g.Compute.Ceiling == 0 {
+			continue
+		}
+		// A container with a share has one GPU, so it reaches one daemon. The library sets the
+		// variables again; without it, a program that keeps them is held to the same.
+		over.Mounts = append(over.Mounts, bind(mps.PipeDir(k.stateDir, g.GPU), lib.MPSDir))
+		over.Env = append(over.Env, "CUDA_MPS_PIPE_DIRECTORY="+lib.MPSDir,
+			fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", g.Compute.Ceiling))
+	}
 	return over, nil
+}
+
+// shareOf returns the share of a GPU's SMs that an allocation has; the largest, if it has several.
+func shareOf(c *ledger.Allocation, u gpu.UUID) (most compute.Share) {
+	for _, g := range c.Grants {
+		if g.GPU == u {
+			most.Ceiling = max(most.Ceiling, g.Compute.Ceiling)
+		}
+	}
+	return most
 }
 
 // pageSweeper removes the limit pages of ended allocations beside the loop. The kernel takes its

@@ -47,10 +47,11 @@ func driverParts(inv *gpu.Inventory) cdi.Parts {
 type pages struct {
 	mu sync.Mutex
 	// Guarded by mu:
-	limits map[string]map[gpu.UUID]uint64
-	since  map[string]time.Time // what was written last of an allocation
-	spoilt map[string]bool
-	kit    *lib.Kit // that fits the driver; nil is testKit
+	limits  map[string]map[gpu.UUID]uint64
+	percent map[string]int       // what was written last of an allocation
+	since   map[string]time.Time // what was written last of an allocation
+	spoilt  map[string]bool
+	kit     *lib.Kit // that fits the driver; nil is testKit
 	// slow, if set, keeps Remove until it is closed, and removeErr has it fail.
 	slow      chan struct{}
 	removeErr error
@@ -67,6 +68,7 @@ func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, er
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.limits == nil {
+		p.percent = map[string]int{}
 		p.limits, p.since, p.spoilt = map[string]map[gpu.UUID]uint64{}, map[string]time.Time{}, map[string]bool{}
 	}
 	delete(p.spoilt, key)
@@ -76,6 +78,7 @@ func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, er
 	}
 	for _, l := range limits {
 		p.limits[key][l.GPU], p.since[key] = l.Bytes, l.Since
+		p.percent[key] = max(p.percent[key], l.Percent)
 		page := lib.Page{Limit: "/limits/" + key + "/" + string(l.GPU)}
 		if l.Bytes != lib.None {
 			page.Usage = "/usage/" + key + "/" + string(l.GPU)

@@ -132,7 +132,7 @@ func (c *claims) publish(in *deviceplugin.Input, kept func(dra.Device) bool, ref
 	}
 	c.front.Publish(dra.Offer{Inventory: in.Inventory, Changes: in.Changes, Changing: in.Changing, Cards: in.Cards,
 		Failing: in.Failing, Refused: refused, Fixed: fixed, Drain: in.Drain,
-		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Guarantee: string(c.caps)})
+		Others: in.Others, Cordoned: in.Cordoned, Kept: kept, Closed: in.Closed, Daemons: in.Daemons, Guarantee: string(c.caps)})
 }
 
 // offersClaims reports whether a GPU is offered through DRA.

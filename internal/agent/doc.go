@@ -21,7 +21,7 @@
 //	               an allocation that was made before the withdrawal keeps its devices
 //	act            saves what the next process needs; begins jobs on MIG mode and instances
 //	setDriver      learns which driver files containers need, if the driver or the GPUs changed; sets time slices
-//	               Then it looks for what earlier owners have left on the GPUs (found.go)
+//	               Then it has MPS daemons kept, sets compute modes, and looks for what earlier owners have left on the GPUs (found.go)
 //	openGates      removes the CDI files of ended allocations, writes those of allocations whose containers may
 //	               start, and then publishes what is on offer
 //	finish         reports: labels, annotations, conditions, Events, status
@@ -45,6 +45,8 @@
 //	layouts        layouts.go               the layout of each GPU, and what is still listed    the loop
 //	executor       work.go, progress.go     jobs, pauses after failures, the agent's instances  the loop
 //	finder         found.go                 the compute modes that could not be set             the loop
+//	mpsDaemons     mps.go                   the MPS daemons as last seen; the compute modes        a lock; the loop
+//	mpsDaemons     mps.go                   MPS daemons as last seen, compute modes             a lock, the loop
 //	timeSlices     slices.go                the time slices that the driver was asked for       the loop
 //	gatekeeper     gates.go, cap.go         CDI files and limit pages                           the loop
 //	  driverFiles  cap.go                   the driver files that containers need               the loop

@@ -28,6 +28,8 @@ type faults struct {
 	ration   *brief.Ration
 	// tell passes the unhealthy GPUs, and unhealthy placements on other GPUs, to the front-ends.
 	tell func(map[gpu.UUID]string, map[mig.Place]string)
+	// ofMPS takes a fault that an application has caused, and reports whether the GPU is under MPS.
+	ofMPS func(u gpu.UUID, why string) bool
 	// wake starts a round, and look one that reads the hardware.
 	wake, look func()
 	// instances is the last inventory that this process has read. It tells which instance a number
@@ -52,6 +54,10 @@ func (f *faults) isBlind() bool { return f.blind.Load() }
 // lists before the loop wakes.
 func (f *faults) onEvent(e gpu.Event) {
 	f.observer.GPUEvent(e)
+	if what := health.Application(e); what != "" && f.ofMPS(e.GPU, what) {
+		f.logEvent(e, false)
+		return // it is the fault of all clients of the GPU's MPS server, and none of the GPU's
+	}
 	changed := f.monitor.Event(e, time.Now())
 	if changed {
 		f.apply()

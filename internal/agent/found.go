@@ -83,6 +83,8 @@ type finder struct {
 	// time is readAt.
 	refused map[gpu.UUID]string
 	readAt  time.Time
+	// ours reports whether a process is a daemon or a server of MPS that the agent has had started.
+	ours func(pid int) bool
 }
 
 func newFinder(o *Options, w *Worlds) *finder {
@@ -97,21 +99,22 @@ func newFinder(o *Options, w *Worlds) *finder {
 // look returns the findings. It sets compute modes to DEFAULT where package found permits that, and
 // notes in s what it has read then. others are the GPUs that other owners give out: they decide.
 func (f *finder) look(ctx context.Context, inv *gpu.Inventory, s *setups, layouts map[gpu.UUID]plan.Layout,
-	others map[gpu.UUID]string, allocations []ledger.Allocation, usable bool) []found.Finding {
+	others map[gpu.UUID]string, allocations []ledger.Allocation, ours func(pid int) bool, usable bool) []found.Finding {
 	if f.world == nil {
 		return nil
 	}
+	f.ours = ours
 	if !f.readAt.Equal(s.at) {
 		f.readAt = s.at
 		clear(f.refused)
 	}
 	for i := range inv.GPUs {
 		d := &inv.GPUs[i]
-		if g := f.gpu(d, s, layouts, others, allocations); usable && found.PutRight(&g, s.around.MPS) && g.Refused == "" {
+		if g := f.gpu(d, s, layouts, others, allocations); usable && found.PutRight(&g, f.foreign(s.around.MPS)) && g.Refused == "" {
 			f.putRight(ctx, d, s, g.Mode, allocations)
 		}
 	}
-	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: s.around.MPS}
+	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: f.foreign(s.around.MPS)}
 	for i := range inv.GPUs {
 		n.GPUs = append(n.GPUs, f.gpu(&inv.GPUs[i], s, layouts, others, allocations))
 	}
@@ -123,7 +126,10 @@ func (f *finder) look(ctx context.Context, inv *gpu.Inventory, s *setups, layout
 func (f *finder) gpu(d *gpu.Device, s *setups, layouts map[gpu.UUID]plan.Layout, others map[gpu.UUID]string,
 	allocations []ledger.Allocation) found.GPU {
 	g := found.GPU{Device: *d, Setup: s.of[d.UUID], Refused: f.refused[d.UUID]}
-	g.Setup.Recovery = gpu.RecoveryUnknown
+	g.Setup.Recovery, g.Setup.Processes = gpu.RecoveryUnknown, f.foreign(g.Setup.Processes)
+	if underMPS(layouts[d.UUID]) {
+		g.Setup.Compute = gpu.ComputeUnknown // it is the agent's: see mpsDaemons
+	}
 	if l := layouts[d.UUID]; l.Known && others[d.UUID] == "" {
 		g.Mode = status.Mode(l.Mode())
 	}
@@ -131,6 +137,11 @@ func (f *finder) gpu(d *gpu.Device, s *setups, layouts map[gpu.UUID]plan.Layout,
 		g.Owners = f.owners(d.UUID, g.Setup.Processes, allocations)
 	}
 	return g
+}
+
+// foreign returns the processes that are no daemons and servers of MPS of the agent's own.
+func (f *finder) foreign(all []gpu.Client) []gpu.Client {
+	return slices.DeleteFunc(slices.Clone(all), func(c gpu.Client) bool { return f.ours(c.PID) })
 }
 
 // owners returns the processes that belong to no pod with an allocation on the GPU.
@@ -159,7 +170,7 @@ func (f *finder) putRight(ctx context.Context, d *gpu.Device, s *setups, mode st
 	if err = errors.Join(err, kernelErr); err == nil {
 		s.of[d.UUID], s.around = fresh, around
 		g := found.GPU{Device: *d, Setup: fresh, Mode: mode, Owners: f.owners(d.UUID, fresh.Processes, allocations)}
-		if !found.PutRight(&g, around.MPS) {
+		if !found.PutRight(&g, f.foreign(around.MPS)) {
 			return
 		}
 		if err = f.world.ResetComputeMode(ctx, d.UUID); err == nil {

@@ -30,7 +30,8 @@ type leftBehind struct {
 	reads   int
 	looks   int // at the surroundings
 	changes []string
-	before  func() // called before each reading
+	modes   []string // that were set by SetComputeMode
+	before  func()   // called before each reading
 }
 
 func newLeftBehind(n int) *leftBehind {
@@ -86,6 +87,18 @@ func (l *leftBehind) ResetComputeMode(_ context.Context, u gpu.UUID) error {
 	if l.refuse == nil && !l.keeps {
 		s := l.of[u]
 		s.Compute = gpu.ComputeDefault
+		l.of[u] = s
+	}
+	return l.refuse
+}
+
+func (l *leftBehind) SetComputeMode(_ context.Context, u gpu.UUID, mode gpu.ComputeMode) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.modes = append(l.modes, string(mode))
+	if l.refuse == nil {
+		s := l.of[u]
+		s.Compute = mode
 		l.of[u] = s
 	}
 	return l.refuse

@@ -27,6 +27,8 @@ import (
 // belongs to the loop's goroutine. Use newGatekeeper.
 type gatekeeper struct {
 	domain string
+	// stateDir is Options.StateDir.
+	stateDir string
 	// unit is Options.MemoryUnit, in MiB, and openCaps is Options.OpenCaps.
 	unit     gpu.MiB
 	openCaps bool
@@ -51,7 +53,7 @@ type gatekeeper struct {
 
 func newGatekeeper(o *Options, w *Worlds, l *ledger.Ledger, started func(string) bool,
 	record func(state.Allocation) error, wake func()) *gatekeeper {
-	return &gatekeeper{domain: o.Domain, unit: o.MemoryUnit, openCaps: o.OpenCaps, log: o.Log,
+	return &gatekeeper{domain: o.Domain, stateDir: o.StateDir, unit: o.MemoryUnit, openCaps: o.OpenCaps, log: o.Log,
 		files: w.Files, caps: w.Caps, driver: w.Driver, observer: w.Observer,
 		ledger: l, started: started, record: record,
 		driverFiles: &driverFiles{driver: w.Driver, caps: w.Caps, log: o.Log, of: firstEpoch},
@@ -114,6 +116,13 @@ func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trou
 			trouble[c.ID] = status.CauseOf(err, status.FilesFailed)
 			errs = append(errs, fmt.Errorf("the CDI file of allocation %s (%s): %w", c.ID, c.Holder, err))
 		}
+		noMPS, known := on.withoutMPS(c)
+		if !known {
+			continue // the file of the last process stays
+		}
+		if two := on.beside(c, allocations); two != (status.Cause{}) {
+			noMPS, trouble[c.ID] = two, two
+		}
 		shut := on.inOtherMode(c) || c.Superseded
 		if c.Kind().InMIG() && !c.Superseded {
 			if slices.ContainsFunc(c.GPUs(), on.unread) {
@@ -130,7 +139,7 @@ func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trou
 		case c.Phase == ledger.Waiting && c.Twice && !shut:
 			// The file is also valid for the container that was let through, which may be reading
 			// it.
-		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), c.Phase == ledger.Waiting,
+		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), noMPS != (status.Cause{}), c.Phase == ledger.Waiting,
 			// The kubelet gave the devices to the next pod, and it is not known whether the last
 			// pod has ended. The file is the last pod's.
 			c.Phase == ledger.Reserved && c.Fresh:

@@ -31,6 +31,7 @@ type loop struct {
 	executor   *executor
 	slices     *timeSlices
 	finder     *finder
+	mps        *mpsDaemons
 	gates      *gatekeeper
 	offering   *offering
 	journal    *journal

@@ -33,6 +33,7 @@ func (l *loop) remember() {
 	if same {
 		l.slices.restore(doc.TimeSlices)
 		l.layouts.restore(doc.Layouts, now)
+		l.mps.restore(l.layouts.now)
 		if offersClaims(l.layouts.now) {
 			// The kubelet may call already. It can wait for an answer, but if nothing listens it
 			// tries again only after a minute or more.

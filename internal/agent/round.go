@@ -47,7 +47,7 @@ func (l *loop) round(ctx context.Context) error {
 		l.act(ctx, p)
 		l.setDriver(ctx, p)
 		p.found = l.finder.look(ctx, l.reader.inv, &l.reader.setups, l.layouts.now, l.others.theirs(),
-			l.ledger.Allocations(), l.reader.usable())
+			l.ledger.Allocations(), l.mps.ours(), l.reader.usable())
 		l.openGates(p)
 	}
 	return l.finish(p)
@@ -245,7 +245,7 @@ func (l *loop) act(ctx context.Context, p *pass) {
 }
 
 // setDriver learns which driver files containers need, if the driver or its GPUs have changed, and
-// sets time slices.
+// sets time slices and compute modes.
 func (l *loop) setDriver(ctx context.Context, p *pass) {
 	// Nothing needs them before there is a partition, a layout or an allocation.
 	needed := func() bool { return l.partitions.wanted != nil || len(l.layouts.now) > 0 || l.ledger.Held() }
@@ -268,6 +268,10 @@ func (l *loop) setDriver(ctx context.Context, p *pass) {
 			l.ledger.Allocations())
 		p.fail(err)
 	}
+	l.mps.want(l.reader.inv, l.layouts.now)
+	if l.reader.usable() {
+		p.fail(l.mps.setModes(ctx, l.reader.inv, l.reader.epoch, l.layouts.now, &l.reader.setups))
+	}
 }
 
 // openGates writes the CDI files of allocations whose containers may start, and then publishes what
@@ -285,7 +289,7 @@ func (l *loop) publish(in deviceplugin.Input) *deviceplugin.Offer {
 	in.Inventory, in.Topology, in.Cards = l.reader.inv, l.reader.topology, l.reader.cards.of
 	in.Past, in.OnDemand, in.Cordoned = l.layouts.past, l.partitions.onDemand, l.partitions.cordons.gpus
 	in.Failing, in.Others = l.executor.failingPlacements(time.Now()), l.others.theirs()
-	in.Closed = l.gates.driverFiles.closed()
+	in.Closed, in.Daemons = l.gates.driverFiles.closed(), l.mps.closed()
 	offer := l.offering.publish(&in)
 	if l.partitions.judged {
 		// Before that the ResourceSlices stay as the last process left them. New ones would have
@@ -332,8 +336,9 @@ func (l *loop) finish(p *pass) error {
 	}
 	s.found = p.found
 	deciding, others := conditionsOf(p.found)
-	f.work = append(f.work, deciding...)
-	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory), others)
+	daemons, crowds := l.mps.conditions()
+	f.work = slices.Concat(f.work, deciding, daemons)
+	f.besides = slices.Concat(l.background.conditions(), l.partitions.conditions(s.hardware.Inventory), others, crowds)
 	l.reporter.finish(s, f)
 	poke(l.waker.stirred)
 	for _, turn := range l.background.afterRound {

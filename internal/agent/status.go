@@ -64,6 +64,8 @@ type display struct {
 	containers func() []status.Container
 	// claimed reports whether the agent offers GPUs through DRA, or has done so.
 	claimed func() bool
+	// daemons returns the MPS daemons of the GPUs that are laid out for it, as they are now.
+	daemons func() map[gpu.UUID]MPSDaemon
 }
 
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
@@ -139,6 +141,12 @@ func (y *display) show(at *scene) status.Status {
 		Topology:    at.snap.hardware.Matrix,
 		Resources:   resourcesOf(y.plugins, at.snap.Unknown),
 		GPUs:        at.gpus(),
+	}
+	daemons := y.daemons()
+	for i := range s.GPUs {
+		if d, is := daemons[gpu.UUID(s.GPUs[i].UUID)]; is {
+			s.GPUs[i].MPS = &status.MPS{Percent: d.Percent, Clients: len(d.Clients), Trouble: d.Trouble.Message}
+		}
 	}
 	return s
 }

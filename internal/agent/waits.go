@@ -26,6 +26,9 @@ type fileInputs struct {
 	working map[gpu.UUID]*plan.Work
 	// sliced reports whether the driver was asked for the time slice of a grant.
 	sliced func(ledger.Grant) bool
+	// daemon returns why no container may start with a share of a GPU under MPS; zero if one may.
+	// known is false until that is known.
+	daemon func(gpu.UUID) (why status.Cause, known bool)
 	// heard is Witnesses.Heard. unheard is why the witnesses last did not answer; nil if they did.
 	heard   bool
 	unheard error
@@ -35,12 +38,43 @@ type fileInputs struct {
 func (l *loop) fileInputs() *fileInputs {
 	return &fileInputs{inv: l.reader.inv, parts: l.gates.driverFiles.parts, partsErr: l.gates.driverFiles.err,
 		absent: l.reader.absent(), layouts: l.layouts.now, working: l.executor.working(), sliced: l.slices.wasAsked,
-		heard: l.witnesses.Heard(), unheard: l.witnesses.Err()}
+		daemon: l.mps.gate,
+		heard:  l.witnesses.Heard(), unheard: l.witnesses.Err()}
 }
 
 // unsliced reports whether the driver still has to be asked for a time slice of an allocation.
 func (on *fileInputs) unsliced(c *ledger.Allocation) bool {
 	return slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return !on.sliced(g) })
+}
+
+// withoutMPS returns why an allocation's container may not start with its share of a GPU under MPS; zero
+// if it may, or has no such share. known is as in daemon.
+func (on *fileInputs) withoutMPS(c *ledger.Allocation) (why status.Cause, known bool) {
+	for i := range c.Grants {
+		if g := &c.Grants[i]; g.Compute.Ceiling > 0 {
+			if why, known := on.daemon(g.GPU); why != (status.Cause{}) {
+				return why, known
+			}
+		}
+	}
+	return why, true
+}
+
+// beside returns why the container of an allocation with a share of a GPU under MPS may not start: it has
+// another allocation, and its processes reach one MPS server only. It is zero if there is no reason, or
+// the container is not known yet.
+func (on *fileInputs) beside(c *ledger.Allocation, all []ledger.Allocation) (none status.Cause) {
+	if c.Holder.Container == "" || !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return g.Compute.Ceiling > 0 }) {
+		return none
+	}
+	for i := range all {
+		o := &all[i]
+		if o.ID != c.ID && o.Holder.Pod == c.Holder.Pod && o.Holder.Container == c.Holder.Container {
+			return status.Why(status.MPSOneGPU, "a container with a share through MPS holds one GPU, and %s has %s, too: "+
+				"ask for one of them", c.Holder.Container, o.Resource)
+		}
+	}
+	return none
 }
 
 // faulty reports whether the driver cannot tell what a container would need of a GPU.
@@ -92,6 +126,7 @@ func (on *fileInputs) shutBecause(c *ledger.Allocation) (none status.Cause) {
 		why.Message = sentences(what, why.Message)
 		return why
 	}
+	noMPS, _ := on.withoutMPS(c)
 	switch {
 	case c.IsOpen():
 	case slices.ContainsFunc(c.GPUs(), on.faulty):
@@ -106,6 +141,8 @@ func (on *fileInputs) shutBecause(c *ledger.Allocation) (none status.Cause) {
 		return status.CauseOf(on.partsErr, status.DriverFilesUnknown)
 	case on.parts == nil:
 		return unknown("it is not known yet which driver files containers need")
+	case noMPS != (status.Cause{}):
+		return noMPS
 	case on.unsliced(c):
 		return status.Why(status.DriverFailed, "the time slice of its GPU is not set yet")
 	case c.Phase == ledger.Reserved && on.unheard != nil:

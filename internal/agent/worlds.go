@@ -11,6 +11,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/dra"
 	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/nfd"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
@@ -41,6 +42,8 @@ type Worlds struct {
 	Setups Setups
 	// Containers returns what the watchdog last saw of containers. It is nil if there is no watchdog.
 	Containers func() []status.Container
+	// MPS is nil if the agent asks no supervisor of MPS daemons.
+	MPS MPS
 	// PodOf returns the UID of the pod that a process belongs to; empty if it belongs to none, or
 	// that cannot be told. If it is nil, no process belongs to a pod.
 	PodOf func(pid int) string
@@ -104,6 +107,24 @@ type Setups interface {
 	Surroundings(context.Context) (gpu.Surroundings, error)
 	// ResetComputeMode sets a GPU's compute mode to DEFAULT.
 	ResetComputeMode(context.Context, gpu.UUID) error
+	// SetComputeMode sets it to another mode, and reads that back.
+	SetComputeMode(context.Context, gpu.UUID, gpu.ComputeMode) error
+}
+
+// MPS asks the supervisor of the node's MPS daemons. mps.Client implements all but End.
+type MPS interface {
+	// State returns what is. Sync sets what shall be, and returns what is after that. The error wraps
+	// gpu.ErrNotFound if no supervisor listens.
+	State(context.Context) (mps.State, error)
+	Sync(context.Context, []mps.Want) (mps.State, error)
+	// Detach detaches clients from a GPU's server, so that their end harms no other.
+	Detach(context.Context, mps.Detach) ([]mps.Detached, error)
+	// Now returns the time on the clock of the daemons' answers.
+	Now() time.Duration
+	// Left reports whether there is something of a daemon on the node.
+	Left() bool
+	// End ends all daemons if no supervisor runs.
+	End(context.Context) error
 }
 
 // Limits tells where the driver can limit the memory of containers. guard.ByCgroup implements it.

@@ -6,6 +6,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -41,6 +44,9 @@ type Node struct {
 	Domain, ResourceDomain string
 	// Runtime is the container runtime, which the caller closes.
 	Runtime *node.Runtime
+	// MPS ends the daemons of MPS that are left, and sets the compute mode of these GPUs to DEFAULT: of
+	// those that the last agent had laid out for MPS. Nil leaves both.
+	MPS func(ctx context.Context, gpus []gpu.UUID) error
 	// Object removes what the agent wrote to its Node object. Nil without an API server.
 	Object func(context.Context) error
 }
@@ -84,7 +90,10 @@ func (n *Node) Run(ctx context.Context) error {
 		return fmt.Errorf("clean up: %w: %s; delete them first", ErrHeld,
 			brief.Cut(brief.List(holders, named), brief.Text))
 	}
-	// First, since it fails while an agent runs.
+	if err := n.endMPS(ctx); err != nil {
+		return fmt.Errorf("clean up: %w", err)
+	}
+	// Before the rest, since it fails while an agent runs.
 	if err := state.Remove(n.StateDir); err != nil {
 		return fmt.Errorf("clean up: %w", err)
 	}
@@ -117,6 +126,25 @@ func (n *Node) Run(ctx context.Context) error {
 		return fmt.Errorf("clean up: %w", err)
 	}
 	return nil
+}
+
+// endMPS ends the daemons of MPS and frees their GPUs, while no agent runs.
+func (n *Node) endMPS(ctx context.Context) error {
+	if _, err := os.Stat(n.StateDir); n.MPS == nil || errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	store, err := state.Open(n.StateDir, slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	defer store.Close()
+	var gpus []gpu.UUID
+	for _, l := range store.Document().Layouts {
+		if l.Compute.MPS && l.Until.IsZero() {
+			gpus = append(gpus, l.GPU)
+		}
+	}
+	return n.MPS(ctx, gpus)
 }
 
 // holders returns the pods that have devices, according to the kubelet and the runtime.

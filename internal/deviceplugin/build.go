@@ -45,6 +45,8 @@ type Input struct {
 	Cordoned map[gpu.UUID]bool
 	// Closed is why no device may be given out now. Empty if devices may be.
 	Closed string
+	// Daemons maps the GPUs whose MPS daemons cannot be relied on now to the reason.
+	Daemons map[gpu.UUID]status.Cause
 }
 
 // Build makes the offer for the kubelet. It is pure.
@@ -268,8 +270,8 @@ func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 		withdrawn = "the GPU's partition changes when its holders end"
 	case l.in.Cordoned[u]: // held devices stay
 		return "an operator keeps new pods off the GPU", ""
-	default:
-		return l.in.Closed, ""
+	default: // held devices stay
+		return cmp.Or(l.in.Closed, l.in.Daemons[u].Message), ""
 	}
 	return withdrawn, withdrawn
 }

@@ -44,6 +44,8 @@ type Offer struct {
 	Kept func(Device) bool
 	// Closed is why nothing may be given out at present; empty if it may.
 	Closed string
+	// Daemons maps the GPUs whose MPS daemons cannot be relied on now to the reason.
+	Daemons map[gpu.UUID]status.Cause
 	// Guarantee is how strong the cap on a share is: "driver", "api" or "watchdog".
 	Guarantee string
 }

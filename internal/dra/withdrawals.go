@@ -67,6 +67,8 @@ func (w *withdrawals) withdrawn(d Device) status.Reason {
 		return status.NameInUse
 	case w.offer.Closed != "":
 		return status.DriverFilesUnknown
+	case w.offer.Daemons[d.GPU].Reason != "":
+		return w.offer.Daemons[d.GPU].Reason
 	case w.offer.Changes.Stuck[d.GPU].Message != "" && d.Kind.InMIG() != inMIG:
 		return w.offer.Changes.Stuck[d.GPU].Reason
 	case !d.Kind.InMIG():

@@ -30,9 +30,13 @@ type offenceHandler struct {
 	log          *guardLog
 	endIntruders bool
 	evictAfter   int
+	shares       Shares // nil if no GPU is under MPS
 
 	// found counts the intruders that were found, kills the containers that were ended.
 	found, kills atomic.Uint64
+	// detached counts the clients of MPS that were detached before their end, and undetached those for which
+	// the daemon has not answered in time.
+	detached, undetached atomic.Uint64
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -75,10 +79,7 @@ func (h *offenceHandler) lasts(ctx context.Context, u gpu.UUID, v memcap.Verdict
 func (h *offenceHandler) act(
 	ctx context.Context, d *gpu.Device, c *node.Container, v memcap.Verdict, owners map[int]node.Owner,
 ) {
-	who := fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
-	if c.Name == "" {
-		who = fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
-	}
+	who := who(c)
 	where := fmt.Sprintf("GPU %d (%s)", d.Index, d.UUID)
 	reason, message := overReason, fmt.Sprintf("%s uses %s of %s, more than its cap of %s",
 		who, amount(v.Used), where, amount(v.Cap))
@@ -90,6 +91,9 @@ func (h *offenceHandler) act(
 	if v.Kind == memcap.Intruder {
 		reason, message = intruderReason, fmt.Sprintf("%s uses %s of %s without an allocation on it",
 			who, amount(v.Used), where)
+		if v.What != "" {
+			message = fmt.Sprintf("%s: process %v on %s %s", who, pids(v.Processes), where, v.What)
+		}
 		end = h.endIntruders
 		if v.Told == 0 {
 			h.found.Add(1)
@@ -123,6 +127,14 @@ func (h *offenceHandler) act(
 	}()
 }
 
+// who names a container to people.
+func who(c *node.Container) string {
+	if c.Name == "" {
+		return fmt.Sprintf("a container of pod %s/%s that the container runtime does not list", c.Namespace, c.Pod)
+	}
+	return fmt.Sprintf("container %s of pod %s/%s", c.Name, c.Namespace, c.Pod)
+}
+
 // end ends a container for an offence, if the processes that are the evidence are still in it.
 func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Verdict, owners map[int]node.Owner) {
 	var owner node.Owner
@@ -141,6 +153,7 @@ func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Ve
 	}
 	ectx, cancel := context.WithTimeout(ctx, endTimeout)
 	defer cancel()
+	h.detach(ectx, who(c), h.inContainer(owner.ID))
 	how, err := h.runtime.End(ectx, owner)
 	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // the same error for an unlisted one
 		h.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
@@ -180,6 +193,7 @@ func (h *offenceHandler) evict(ctx context.Context, c *node.Container, offences 
 	ctx, cancel := context.WithTimeout(ctx, kubeTimeout)
 	defer cancel()
 	pod := c.InPod()
+	h.detach(ctx, pod.String(), h.inPod(c.PodUID))
 	if err := h.cluster.Evict(ctx, pod); err != nil {
 		h.log.Error("cannot evict a pod that offends again and again",
 			"pod", pod.String(), "offences", offences, "err", err)
@@ -205,6 +219,8 @@ func (h *offenceHandler) tellNode(kind agentkube.EventType, reason, message stri
 		h.cluster.Event(workload.Pod{}, kind, reason, message)
 	}
 }
+
+func (h *offenceHandler) detaches() (done, not uint64) { return h.detached.Load(), h.undetached.Load() }
 
 func (h *offenceHandler) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
 

@@ -41,7 +41,7 @@ func (g *Guard) unchanged(
 		trusted = baselineFor
 	}
 	f := g.found[u]
-	if f == nil || f.baseline == nil {
+	if f == nil || f.baseline == nil || f.daemon != g.examiner.daemon(u) {
 		return false
 	}
 	c := f.baseline

@@ -47,6 +47,13 @@
 // GPU sets one. The container's level is memcap.Driver, as long as the driver confirms the limit and
 // no other container shares the allocation: the driver holds each to the whole cap.
 //
+// # Shares of the multiprocessors
+//
+// Containers on a GPU under MPS have shares of its multiprocessors, and MPS fails open. So each look
+// compares the driver's list of processes with the clients that the GPU's daemon lists, and with
+// what each process says on its page (share.go). A process that is no client is an intruder. Before the
+// guard ends or evicts anything, it has the clients detached: their end may end the work of neighbours.
+//
 // # Parts
 //
 //   - [Guard] decides which GPUs are due, and whether anything has changed on one where all was in

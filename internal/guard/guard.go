@@ -15,6 +15,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -95,6 +96,8 @@ type Worlds struct {
 	// Limiter is nil if the driver is not to be asked for limits. Outcomes is nil if no hooks ask it.
 	Limiter  Limiter
 	Outcomes Outcomes
+	// Shares is nil if no GPU is under MPS.
+	Shares Shares
 }
 
 // Driver lists the processes on a GPU, and returns how much memory of GPUs is used.
@@ -233,6 +236,10 @@ type gpuExaminer interface {
 	forget(offered func(gpu.UUID) bool)
 	// counts returns how many intruders were found, and how many containers ended.
 	counts() (found, kills uint64)
+	// detaches returns how many clients of MPS were detached before their end, and how many were not.
+	detaches() (done, not uint64)
+	// daemon returns the MPS daemon of a GPU, as Daemon.print tells it; empty if the GPU has none.
+	daemon(u gpu.UUID) string
 }
 
 // finding is what a look at a GPU has found.
@@ -240,6 +247,7 @@ type finding struct {
 	Uninvited
 	users    map[int]string // see State.users
 	baseline *baseline      // nil if not all was in order
+	daemon   string         // the MPS daemon, as Daemon.print tells it; empty if the GPU has none
 }
 
 // guardLog is the guard's log. It limits how much a container can make the guard write.
@@ -274,7 +282,7 @@ func New(o Options, w Worlds) *Guard {
 	v := &guardLog{Logger: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
 	offences := &offenceHandler{
 		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, log: v,
-		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
+		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, shares: w.Shares,
 		ending: map[string]bool{}, ended: map[string]bool{},
 	}
 	g := &Guard{
@@ -287,7 +295,9 @@ func New(o Options, w Worlds) *Guard {
 			roster:  roster{runtime: w.Runtime, own: o.Own, domain: o.Domain, missing: map[place]*unlistedContainer{}},
 			tallies: tallies{pages: w.Pages, log: v, by: map[page]*tally{}},
 			names:   names{proc: w.Proc},
-			seen:    map[place]int{},
+			shares: shares{shares: w.Shares, held: map[page]compute.Held{}, strangers: map[gpu.UUID]map[life]*stranger{},
+				silent: map[gpu.UUID]map[life]*stranger{}, stuck: map[gpu.UUID]time.Time{}},
+			seen: map[place]int{},
 		},
 		looked: map[gpu.UUID]time.Time{}, found: map[gpu.UUID]*finding{},
 	}

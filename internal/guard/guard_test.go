@@ -385,7 +385,10 @@ func watchIn(t *testing.T, w *world, before Worlds, o Options, f func(g *Guard, 
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		o.Domain, o.Log = "example.com", slog.New(slog.NewTextHandler(&w.log, nil))
-		g := New(o, Worlds{Driver: w, Allocations: w, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter, Outcomes: before.Outcomes})
+		if before.Allocations == nil {
+			before.Allocations = w
+		}
+		g := New(o, Worlds{Driver: w, Allocations: before.Allocations, Proc: w, Runtime: before.Runtime, Pages: before.Pages, Cluster: w, Observer: w, Limiter: before.Limiter, Outcomes: before.Outcomes, Shares: before.Shares})
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		w.changed = make(chan struct{}, 1)

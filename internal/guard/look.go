@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -43,6 +44,7 @@ type examiner struct {
 	roster
 	tallies tallies
 	names   names
+	shares  shares
 	// seen is how many processes each container has on a GPU.
 	seen map[place]int
 }
@@ -55,6 +57,7 @@ type handler interface {
 	tellNode(kind agentkube.EventType, reason, message string)
 	forget(listed map[string]*node.Container)
 	counts() (found, kills uint64)
+	detaches() (done, not uint64)
 }
 
 // driverLimiter asks the driver to limit containers to their caps. [limits] implements it.
@@ -83,6 +86,10 @@ func (e *examiner) look(
 				"gpu", d.UUID, "err", err)
 		}
 		return nil, false
+	}
+	by, underMPS := e.shares.daemon(d.UUID)
+	if underMPS {
+		listed = by.withoutServers(listed)
 	}
 	var l Uninvited
 	sc := e.census(d, listed, &l)
@@ -129,7 +136,14 @@ func (e *examiner) look(
 			e.handler.act(ctx, d, c, v, sc.owners)
 		}
 	}
-	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again {
+	sure := true
+	if underMPS {
+		f.daemon = by.print()
+		var strangers int
+		strangers, sure = e.judgeShares(ctx, d, &by, sc, held)
+		f.Intruders += strangers
+	}
+	if m, known := memory[d.UUID]; known && len(verdicts) == 0 && !again && sure {
 		f.baseline = e.newBaseline(d.UUID, m.Used, sc, held)
 	}
 	return f, again
@@ -313,12 +327,23 @@ func (e *examiner) learn(ctx context.Context, now time.Time) (news bool) {
 
 func (e *examiner) counts() (found, kills uint64) { return e.handler.counts() }
 
+func (e *examiner) detaches() (done, not uint64) { return e.handler.detaches() }
+
+func (e *examiner) daemon(u gpu.UUID) string {
+	d, ok := e.shares.daemon(u)
+	if !ok {
+		return ""
+	}
+	return d.print()
+}
+
 func (e *examiner) listen(now time.Time) <-chan time.Time { return e.tallies.listen(now) }
 
 func (e *examiner) forget(offered func(gpu.UUID) bool) {
 	gone := func(p place) bool { return e.containers[p.container] == nil || !offered(p.gpu) }
 	maps.DeleteFunc(e.seen, func(p place, _ int) bool { return gone(p) })
 	e.limits.forget(gone)
+	maps.DeleteFunc(e.shares.held, func(p page, _ compute.Held) bool { return len(e.of[p.allocation]) == 0 || !offered(p.gpu) })
 	maps.DeleteFunc(e.missing, func(p place, _ *unlistedContainer) bool { return !offered(p.gpu) })
 	for p, t := range e.tallies.by {
 		if len(e.of[p.allocation]) == 0 || !offered(p.gpu) {

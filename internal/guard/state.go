@@ -29,6 +29,9 @@ type State struct {
 	// Kills is how many containers the guard has ended since its start, and Found how many
 	// intruders it has found.
 	Kills, Found uint64
+	// Detached is how many clients of MPS were detached before the guard ended them, and Undetached for how
+	// many the daemon has not answered in time.
+	Detached, Undetached uint64
 
 	// users has the allocation that each process counts for, by GPU and PID, as of each GPU's last
 	// look. The inner maps are replaced, and never changed.
@@ -45,6 +48,7 @@ type Uninvited struct {
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}}
 	st.Found, st.Kills = g.examiner.counts()
+	st.Detached, st.Undetached = g.examiner.detaches()
 	for i := range gpus {
 		st.On[gpus[i].UUID] = Uninvited{}
 	}
@@ -105,6 +109,9 @@ func mib(bytes uint64) uint64 { return (bytes + 1<<20 - 1) >> 20 }
 
 func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 	t := e.tallies.by[page{c.Allocation, u}]
+	if is, looked := e.shares.held[page{c.Allocation, u}]; looked && c.Compute != nil {
+		c.Compute = &is
+	}
 	used, known := uint64(0), true
 	if t != nil {
 		used, known = t.used, t.known
@@ -153,7 +160,8 @@ func (e *examiner) describe(c *status.Container, u gpu.UUID, bytes uint64) {
 
 // Show fills what the guard saw into the node's status.
 func (st *State) Show(s *status.Status) {
-	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found}
+	s.Watchdog = status.Watchdog{State: status.WatchdogRunning, Reason: st.Off, Kills: st.Kills, Intruders: st.Found,
+		Detached: st.Detached, Undetached: st.Undetached}
 	if st.Off != "" {
 		s.Watchdog.State = status.WatchdogOff
 	}

@@ -40,6 +40,11 @@ type pageMeter struct {
 
 func (m pageMeter) Counted(of map[lib.Process]uint64) error { return m.usage.Counted(of) }
 
+// Compute is as in lib.Usage.
+func (m pageMeter) Compute(of map[lib.Process]lib.Compute) (starting time.Duration, err error) {
+	return m.usage.Compute(of)
+}
+
 func (m pageMeter) Close() error { return errors.Join(m.Meter.Close(), m.usage.Close()) }
 
 // Processes implements Proc with package node.

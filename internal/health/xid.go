@@ -2,7 +2,12 @@
 
 package health
 
-import "slices"
+import (
+	"fmt"
+	"slices"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
 
 // Class is the kind of a fault. It decides what the fault affects and what ends it. The strings
 // are stable: they are label values of a metric, and are in the state file.
@@ -79,6 +84,16 @@ func rank(c Class) int {
 // DefaultIgnored are the Xids that applications cause. They show nothing about the card.
 // NVIDIA's device plugin ignores the same ones.
 var DefaultIgnored = []uint64{13, 31, 43, 45, 68, 109}
+
+// Application returns what an event tells of a fatal fault of an application on a whole GPU; empty if it
+// tells of none. Under MPS such a fault ends the work of all clients of the GPU. Xid 45 is no fault of its
+// own: channels are also torn down when a program is killed.
+func Application(e gpu.Event) string {
+	if e.Kind != gpu.EventXid || e.Xid == 45 || e.GI >= 0 || !slices.Contains(DefaultIgnored, e.Xid) {
+		return ""
+	}
+	return fmt.Sprintf("Xid %d: %s", e.Xid, meaningOf(e.Xid).what)
+}
 
 // meaning is the table's entry for an Xid.
 type meaning struct {

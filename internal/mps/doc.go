@@ -83,9 +83,10 @@
 // supervisor must be in the host's PID namespace, or no PID means anything. Root in a container may
 // tell its daemon to detach other clients, and to change a server's percentage until the next round
 // sets it back. It may keep the daemon's one place for a control program; then Answered grows old.
-// The package does not know partitions, containers or memory
-// limits, sets no compute mode, and never uses MPS's memory limits. It ends a daemon that hangs only if that has no server
-// and is to be replaced.
+//
+// The package does not know partitions, containers or memory limits, sets no compute mode, and never
+// uses MPS's memory limits. It ends a daemon that hangs only if that has no server and is to be
+// replaced.
 //
 // # MPS v3
 //

@@ -201,6 +201,15 @@ func listener(path string) (int, error) {
 	return int(cred.Pid), nil
 }
 
+// Left reports whether there is a directory of a GPU that has a daemon, or has had one.
+func (c *Client) Left() bool {
+	entries, err := os.ReadDir(filepath.Join(filepath.Dir(c.path), rootDir))
+	if err != nil {
+		return false
+	}
+	return slices.ContainsFunc(entries, func(e os.DirEntry) bool { return uuid.MatchString(e.Name()) })
+}
+
 // Now returns the time of Daemon.Answered's clock.
 func (c *Client) Now() time.Duration { return sinceBoot() }
 

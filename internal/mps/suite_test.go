@@ -80,6 +80,9 @@ func keepsADaemon(w *world) {
 			t.Errorf("%s: %v, %v; want %v", path, info.Mode(), err, mode)
 		}
 	}
+	if !NewClient(w.state).Left() {
+		t.Error("nothing is said to be left of a daemon that runs")
+	}
 	if names := list(t, PipeDir(w.state, gpuA)); !slices.Equal(names, []string{BeatFile, "control", "log"}) {
 		t.Errorf("containers get %v", names)
 	}
@@ -95,6 +98,9 @@ func keepsADaemon(w *world) {
 	}
 	if left := w.processes(gpuA); len(left) != 0 {
 		t.Errorf("processes are left: %+v", left)
+	}
+	if NewClient(w.state).Left() {
+		t.Error("something is said to be left")
 	}
 	if names := list(t, filepath.Join(w.state, rootDir)); !slices.Equal(names, []string{"lock", wantFile}) {
 		t.Errorf("files are left: %v", names)

@@ -24,6 +24,12 @@ const hooksDir = "hooks"
 // keeps the limit pages of allocations.
 const capDir = "cap"
 
+// mpsDir is where internal/mps keeps the directories of MPS daemons, and mpsSocket its socket.
+const (
+	mpsDir    = "mps"
+	mpsSocket = "mps.sock"
+)
+
 // usageDir is where internal/usage/segments keeps the usage journal.
 const usageDir = "usage"
 
@@ -78,6 +84,9 @@ func Remove(dir string) error {
 	r.empty(hooksDir)
 	r.socket(Socket)
 	r.socket(temporary(Socket))
+	r.socket(mpsSocket)
+	r.socket(temporary(mpsSocket))
+	r.tree(mpsDir)
 	r.tree(capDir)
 	r.tree(usageDir)
 	// In a container, dir is a mount point in a read-only directory.

@@ -149,7 +149,9 @@ func pageNotes(s *Status, cards []*card) []note {
 	}
 	for _, c := range cards {
 		for _, n := range c.Notes {
-			add(n.Tone, n.Text, c.link())
+			if n.Tone != "ok" {
+				add(n.Tone, n.Text, c.link())
+			}
 		}
 		for _, d := range c.Devices {
 			if d.Placement.State == PlacementFailed {

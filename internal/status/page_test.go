@@ -171,6 +171,7 @@ func full() Status {
 	s.Watchdog = Watchdog{State: WatchdogOff, Reason: "no right"}
 	s.Policies = []Policy{{State: PolicyMissing, Reason: "none"}, {State: PolicyUnknown, Reason: "no answer"}}
 	s.Resources, s.Conditions = []Resource{{}}, []Condition{{}}
+	s.GPUs[0].MPS = &MPS{Percent: 50, Clients: 3, Trouble: "it is silent"}
 	for i := range s.GPUs {
 		for j := range s.GPUs[i].Holders {
 			s.GPUs[i].Holders[j].Beside = []string{"a/b"}

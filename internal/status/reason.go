@@ -72,6 +72,16 @@ const (
 	ModesetOn          Reason = "ModesetOn"
 )
 
+// Reasons about MPS daemons, and the GPUs that have one.
+const (
+	MPSNoSupervisor   Reason = "MPSNoSupervisor"
+	MPSNoMultiUser    Reason = "MPSNoMultiUser"
+	MPSNotReady       Reason = "MPSNotReady"
+	MPSCrowded        Reason = "MPSCrowded"
+	MPSFault          Reason = "MPSFault" // an Event, too
+	ComputeModeFailed Reason = "ComputeModeFailed"
+)
+
 // Reasons about holders.
 const (
 	HeldByPods  Reason = "HeldByPods"

@@ -4,6 +4,7 @@ package status
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -91,6 +92,13 @@ func (g *GPU) notes(now time.Time) []note {
 			text += "; needs a " + g.Needs
 		}
 		all = append(all, note{Tone: "bad", Text: text})
+	}
+	if m := g.MPS; m != nil {
+		tone, text := "ok", fmt.Sprintf("%s of its MPS server, which end with its pod", count(m.Clients, "process is a client", "processes are clients"))
+		if m.Trouble != "" {
+			tone, text = "bad", text+"; "+m.Trouble
+		}
+		all = append(all, note{Tone: tone, Text: text})
 	}
 	if g.Blocked != "" {
 		all = append(all, note{Tone: "warn", Text: "blocked: " + g.Blocked})

@@ -104,6 +104,17 @@ const (
 	Off     Mode = "off"
 )
 
+// MPS is the MPS daemon of a GPU.
+type MPS struct {
+	// Percent is the largest share of the GPU's SMs that a container can have.
+	Percent int `json:"percent"`
+	// Clients is how many processes compute through the daemon's servers. All of them end with the pod
+	// of the daemon.
+	Clients int `json:"clients"`
+	// Trouble is why the daemon cannot be relied on now; empty if it can. Then devices are withdrawn.
+	Trouble string `json:"trouble,omitempty"`
+}
+
 // GPU is one GPU.
 type GPU struct {
 	Index int    `json:"index"`
@@ -145,6 +156,8 @@ type GPU struct {
 	Class string     `json:"class,omitempty"`
 	Since *time.Time `json:"unhealthySince,omitempty"`
 	Needs string     `json:"needs,omitempty"`
+	// MPS is the GPU's MPS daemon; nil if its containers take turns.
+	MPS *MPS `json:"mps,omitempty"`
 	// Blocked names the holders that a wanted change waits for; empty if no change
 	// waits.
 	Blocked string `json:"blocked,omitempty"`
@@ -347,4 +360,8 @@ type Watchdog struct {
 	// Intruders is the number of those that it has found on a GPU without an allocation there.
 	Kills     uint64 `json:"kills"`
 	Intruders uint64 `json:"intruders"`
+	// Detached is how many clients of MPS were detached before it ended their containers, and Undetached for
+	// how many the daemon has not answered in time.
+	Detached   uint64 `json:"detached,omitempty"`
+	Undetached uint64 `json:"undetached,omitempty"`
 }

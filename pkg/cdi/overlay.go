@@ -20,6 +20,8 @@ type Overlay struct {
 	Overrides []Override
 	// Mounts are added unchanged. Of two on one path the later one wins.
 	Mounts []specs.Mount
+	// Env are variables, "NAME=value", behind those of the parts.
+	Env []string
 	// Hooks run before the hooks of the parts, since those record which libraries exist.
 	Hooks []specs.Hook
 }
@@ -58,6 +60,7 @@ func (o *Overlay) apply(edits *specs.ContainerEdits) error {
 	for i := range o.Mounts {
 		edits.Mounts = append(edits.Mounts, &o.Mounts[i])
 	}
+	edits.Env = slices.Concat(edits.Env, o.Env)
 	first := make([]*specs.Hook, len(o.Hooks))
 	for i := range o.Hooks {
 		first[i] = &o.Hooks[i]

@@ -98,6 +98,8 @@ type Device struct {
 	// Model is the driver's product name, for example "NVIDIA H100 80GB HBM3".
 	Model             string `json:"model,omitempty"`
 	ComputeCapability string `json:"computeCapability,omitempty"`
+	// SMs is the number of streaming multiprocessors of the whole GPU; 0 if the driver does not tell.
+	SMs int `json:"sms,omitempty"`
 	// Memory is all of the card's memory in MiB, including what the driver keeps for itself. It
 	// is 0 if the driver has no figure: the GPU uses the machine's memory (GB10, Thor).
 	Memory MiB `json:"memoryMiB"`

@@ -113,6 +113,9 @@ type Verdict struct {
 	// If it is not 0, the container has not been ended yet.
 	First time.Time
 	Told  int
+	// What is what an intruder does, for people, if another judge has found it; empty if it has no
+	// allocation.
+	What string
 	// Processes are the evidence, sorted; see Stands.
 	Processes []Process
 }

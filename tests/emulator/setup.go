@@ -175,6 +175,15 @@ func setupInt(read func(*gpu) uint32) call {
 	}}
 }
 
+// cores is the number of CUDA cores: those of all multiprocessors.
+func (g *gpu) cores() uint32 {
+	each := uint32(128)
+	if g.major < 8 || g.major == 8 && g.cc == 0 {
+		each = 64
+	}
+	return each * target{g: g}.multiprocessors()
+}
+
 // clock answers a call that takes a nvmlClockType_t.
 func clock(read func(*gpu) uint32) call {
 	return call{static: true, serve: func(s *Session, f *frame) Return {
@@ -216,6 +225,7 @@ var setupCalls = map[string]call{
 	}},
 	"nvmlDeviceGetPersistenceMode":             setupInt(func(g *gpu) uint32 { return bit(g.setup.Persistence) }),
 	"nvmlDeviceGetAccountingMode":              setupInt(func(g *gpu) uint32 { return bit(g.setup.Accounting) }),
+	"nvmlDeviceGetNumGpuCores":                 setupInt((*gpu).cores),
 	"nvmlDeviceGetPowerManagementLimit":        setupInt(func(g *gpu) uint32 { return g.setup.PowerMilliwatts }),
 	"nvmlDeviceGetPowerManagementDefaultLimit": setupInt(func(*gpu) uint32 { return PowerDefault }),
 	"nvmlDeviceGetApplicationsClock":           clock(func(g *gpu) uint32 { return g.setup.ClockMHz }),

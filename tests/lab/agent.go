@@ -165,6 +165,9 @@ func (n *Node) RemoveComponent(ctx context.Context, name string) error {
 	return nil
 }
 
+// mpsName is the DaemonSet and the label of the pods of MPS daemons.
+const mpsName = "gpu-agent-mps"
+
 const agentPods = "/api/v1/namespaces/" + AgentNamespace + "/pods"
 
 // Ready waits until the node's one pod, of the DaemonSet's newest form, is ready.
@@ -234,7 +237,8 @@ func (a *Agent) pods(ctx context.Context) ([]agentPod, error) {
 			}
 		}
 	}
-	if err := a.node.api.get(ctx, agentPods+"?fieldSelector=spec.nodeName%3D"+a.node.Name, &list); err != nil {
+	if err := a.node.api.get(ctx, agentPods+"?labelSelector=app.kubernetes.io%2Fname%21%3D"+mpsName+
+		"&fieldSelector=spec.nodeName%3D"+a.node.Name, &list); err != nil {
 		return nil, err
 	}
 	var out []agentPod
@@ -301,6 +305,12 @@ type ContainerStatus struct {
 	CapMiB, UsedMiB              *int
 	PeakMiB, Refusals, Processes int
 	Guarantee                    string
+	// ComputePercent is its share of the SMs, 0 where there is none; Compute is how strongly that is held.
+	ComputePercent int
+	Compute        struct {
+		Guarantee, Reason string
+		Ceiling           int
+	}
 }
 
 func (c ContainerStatus) String() string {
@@ -321,8 +331,12 @@ type GPUStatus struct {
 	Total, Used, Free, Unhealthy int
 	Health, Reason, Class, Needs string
 	Blocked                      string
-	// MIG is nil on a GPU that is not cut into instances.
+	// MIG is nil on a GPU that is not cut into instances, MPS on one whose containers take turns.
 	MIG *MIGStatus
+	MPS *struct {
+		Percent, Clients int
+		Trouble          string
+	}
 	// Intruders and NoPod are how many processes of containers without an allocation,
 	// and of no pod, use the GPU.
 	Intruders, NoPod int
@@ -501,7 +515,13 @@ func (a *Agent) Crash(ctx context.Context) error {
 
 // Process is the agent's, found by its program and command, of which the node
 // has one.
-func (a *Agent) Process() (Process, error) {
+func (a *Agent) Process() (Process, error) { return a.process("run") }
+
+// Supervisor is the process that keeps the node's MPS daemons.
+func (a *Agent) Supervisor() (Process, error) { return a.process("mps", "--supervise") }
+
+// process is the one of the agent's program that has these arguments first.
+func (a *Agent) process(first ...string) (Process, error) {
 	dirs, err := filepath.Glob(a.node.File("/proc/[0-9]*"))
 	if err != nil {
 		return Process{}, err
@@ -511,7 +531,8 @@ func (a *Agent) Process() (Process, error) {
 		// A process may end while it is looked at.
 		program, _ := os.Readlink(filepath.Join(dir, "exe"))
 		command, _ := os.ReadFile(filepath.Join(dir, "cmdline"))
-		if args := strings.Split(string(command), "\x00"); filepath.Base(program) != "gpu-agent" || len(args) < 2 || args[1] != "run" {
+		if args := strings.Split(string(command), "\x00"); filepath.Base(program) != "gpu-agent" || len(args) <= len(first) ||
+			!slices.Equal(args[1:1+len(first)], first) {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(dir))
@@ -523,7 +544,7 @@ func (a *Agent) Process() (Process, error) {
 		}
 	}
 	if len(found) != 1 {
-		return Process{}, fmt.Errorf("the node has %d processes of the agent, want 1: %v", len(found), found)
+		return Process{}, fmt.Errorf("the node has %d processes of gpu-agent %s, want 1: %v", len(found), strings.Join(first, " "), found)
 	}
 	return found[0], nil
 }

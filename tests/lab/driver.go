@@ -98,6 +98,25 @@ type MIGOp struct {
 	Start, CI int
 }
 
+// ComputeMode is the GPU's compute mode as nvidia-smi has its number: 0 is DEFAULT, 2 PROHIBITED, 3
+// EXCLUSIVE_PROCESS.
+func (d *Driver) ComputeMode(ctx context.Context, index int) (int, error) {
+	out, err := d.control(ctx, "show")
+	if err != nil {
+		return 0, err
+	}
+	state, err := decode[struct {
+		GPUs []struct{ Setup struct{ Compute int } }
+	}](out, "the emulated driver's state")
+	if err == nil && index >= len(state.GPUs) {
+		err = fmt.Errorf("the emulated driver has %d GPUs", len(state.GPUs))
+	}
+	if err != nil {
+		return 0, err
+	}
+	return state.GPUs[index].Setup.Compute, nil
+}
+
 // Device is the path of the GPU's device node. Minors differ from indices, so
 // that mix-ups show.
 func (g GPUInfo) Device() string { return fmt.Sprintf("/dev/nvidia%d", g.Minor) }

@@ -94,7 +94,9 @@ var (
 	nvmlDeviceGetIndex                 = vital("nvmlDeviceGetIndex", itsGPU)
 	nvmlDeviceIsMigDeviceHandle        = vital("nvmlDeviceIsMigDeviceHandle", itsGPU)
 	nvmlDeviceGetCudaComputeCapability = optional("nvmlDeviceGetCudaComputeCapability", "the compute capability")
-	nvmlDeviceGetMemoryAffinity        = optional("nvmlDeviceGetMemoryAffinity",
+	nvmlDeviceGetNumGpuCores           = optionalNewer("nvmlDeviceGetNumGpuCores",
+		"how many multiprocessors there are, so that no share of them is seen to be held")
+	nvmlDeviceGetMemoryAffinity = optional("nvmlDeviceGetMemoryAffinity",
 		"the NUMA node, if the kernel does not know it either")
 
 	// A GPU that uses the machine's memory, such as GB10 and Thor, answers NOT_SUPPORTED to both

@@ -20,7 +20,8 @@ import (
 // function. All else must be as it is on a driver that supports it; nil is nothing.
 var vanishes = map[string]func(*gpu.Device, *gpu.Health){
 	"nvmlSystemGetCudaDriverVersion":          nil, // of the node
-	"nvmlDeviceGetCudaComputeCapability":      func(d *gpu.Device, _ *gpu.Health) { d.ComputeCapability = "" },
+	"nvmlDeviceGetCudaComputeCapability":      func(d *gpu.Device, _ *gpu.Health) { d.ComputeCapability, d.SMs = "", 0 },
+	"nvmlDeviceGetNumGpuCores":                func(d *gpu.Device, _ *gpu.Health) { d.SMs = 0 },
 	"nvmlDeviceGetMemoryAffinity":             nil, // the kernel knows
 	"nvmlDeviceGetMemoryInfo":                 nil, // _v2 says it
 	"nvmlDeviceGetMemoryInfo_v2":              func(d *gpu.Device, _ *gpu.Health) { d.Reserved = 0 },

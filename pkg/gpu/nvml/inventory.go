@@ -138,6 +138,7 @@ func (s *survey) device(index int) (gpu.Device, nvml.Device, error) {
 	known, seen := s.last[dev.UUID]
 	if seen && known.PCI == dev.PCI {
 		dev.Model, dev.ComputeCapability, dev.NUMA = known.Model, known.ComputeCapability, known.NUMA
+		dev.SMs = known.SMs
 	} else {
 		if dev.Model, ret = h.GetName(); ret != nvml.SUCCESS {
 			return dev, nil, nvmlDeviceGetName.failed("read the name of "+string(u), ret)
@@ -148,12 +149,33 @@ func (s *survey) device(index int) (gpu.Device, nvml.Device, error) {
 		major, minor, ret := h.GetCudaComputeCapability()
 		if told, _ := nvmlDeviceGetCudaComputeCapability.told("read the compute capability", ret); told {
 			dev.ComputeCapability = fmt.Sprintf("%d.%d", major, minor)
+			dev.SMs = s.multiprocessors(h, major, minor)
 		}
 		dev.NUMA = nearest(h)
 	}
 	s.side.see(&dev)
 	dev.MIG, err = s.side.mig(h, dev.UUID)
 	return dev, h, err
+}
+
+// multiprocessors returns how many multiprocessors (SMs) a GPU has; 0 if the driver does not tell. The
+// driver tells the number of CUDA cores, of which each SM has 64 or 128 by its compute capability: see
+// the table of arithmetic throughput in NVIDIA's CUDA programming guide.
+func (s *survey) multiprocessors(h nvml.Device, major, minor int) int {
+	if !s.has(nvmlDeviceGetNumGpuCores) {
+		return 0
+	}
+	cores, ret := h.GetNumGpuCores()
+	if told, _ := nvmlDeviceGetNumGpuCores.told("read the number of cores", ret); !told {
+		return 0
+	}
+	switch {
+	case major == 7, major == 8 && minor == 0:
+		return cores / 64
+	case major == 6 && minor == 0:
+		return cores / 64
+	}
+	return cores / 128
 }
 
 // givable makes the calls of NVIDIA's generator (Parts) that this package does not make

@@ -244,6 +244,7 @@ nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t d, nvmlComputeMode_t mode)
 }
 
 nvmlReturn_t nvmlDeviceGetAccountingMode(nvmlDevice_t d, nvmlEnableState_t *mode) { return ask_u32(__func__, device_number(d), (unsigned int *)mode); }
+nvmlReturn_t nvmlDeviceGetNumGpuCores(nvmlDevice_t d, unsigned int *cores) { return ask_u32(__func__, device_number(d), cores); }
 nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t d, unsigned int *limit) { return ask_u32(__func__, device_number(d), limit); }
 nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t d, unsigned int *limit) { return ask_u32(__func__, device_number(d), limit); }
 nvmlReturn_t nvmlDeviceGetApplicationsClock(nvmlDevice_t d, nvmlClockType_t type, unsigned int *mhz) { return ask_u32_arg(__func__, device_number(d), type, mhz); }

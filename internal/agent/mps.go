@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package agent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"math"
+	"slices"
+	"sync"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/mps"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const (
+	// mpsEvery is how often the supervisor of MPS daemons is asked what is, and mpsSayEvery how
+	// often it is told what shall be, also if that is as before. mpsTimeout bounds a question.
+	mpsEvery    = 250 * time.Millisecond
+	mpsSayEvery = 10 * time.Second
+	mpsTimeout  = 5 * time.Second
+	// mpsFresh is how old a daemon's last answer may be for a container to start. The library in
+	// containers has the same bound for programs.
+	mpsFresh = 2 * time.Second
+	// mpsPatience is how long a daemon may be silent, or the supervisor away, before devices are
+	// withdrawn for it, and the compute mode closes the GPU. A busy node is late by a second or two.
+	mpsPatience = 5 * time.Second
+	// mpsAlone is how long no supervisor may listen before the agent itself ends what is left of
+	// daemons that no GPU is to have.
+	mpsAlone = 10 * time.Second
+	// mpsCrowded is the number of clients of one GPU from which that is reported. A server refuses
+	// more than compute.MostClients.
+	mpsCrowded = 40
+)
+
+// mpsDaemons has a daemon of MPS kept for each GPU that is laid out for it, and sets the compute
+// modes of these GPUs. The loop never waits for the supervisor: follow asks it beside the loop, and
+// wakes the loop when a judgement has changed. Use newMPSDaemons.
+type mpsDaemons struct {
+	supervisor MPS // nil if there is none to ask
+	driver     Setups
+	log        *slog.Logger
+	event      func(workload.Pod, agentkube.EventType, string, string)
+	wake       func()
+	began      time.Time
+	// said holds a token if there is something new to tell the supervisor.
+	said chan struct{}
+
+	// modes are the compute modes that this process has set, by GPU. They belong to the loop.
+	modes map[gpu.UUID]computeMode
+
+	mu sync.Mutex // guards what follows
+	// wants are the daemons' percentages, by GPU; names are the GPUs' names for people. settled is
+	// false until the loop has said what it wants.
+	wants   map[gpu.UUID]int
+	names   map[gpu.UUID]string
+	settled bool
+	// retiring are the daemons that are to be replaced, and why.
+	retiring map[gpu.UUID]retiring
+	// orphans are the GPUs whose servers without a daemon may be ended.
+	orphans map[gpu.UUID]bool
+	seen    sight
+}
+
+// computeMode is a compute mode that was set. epoch is the reader's epoch at that time: the driver of
+// another epoch may have forgotten it.
+type computeMode struct {
+	is    gpu.ComputeMode
+	epoch uint64
+	at    time.Time
+}
+
+// retiring is a daemon that is to be replaced, and why.
+type retiring struct {
+	daemon mps.Identity
+	why    string
+}
+
+// sight is what the supervisor has answered.
+type sight struct {
+	// at is the time of its last answer; zero before the first. err is why it did not answer the
+	// last question; nil if it did.
+	at  time.Time
+	err error
+	of  map[gpu.UUID]daemonSeen
+}
+
+// daemonSeen is a daemon with the time at which it last answered; zero if it never has.
+type daemonSeen struct {
+	mps.Daemon
+	answered time.Time
+}
+
+func newMPSDaemons(o *Options, w *Worlds, wake func()) *mpsDaemons {
+	m := &mpsDaemons{supervisor: w.MPS, driver: w.Setups, log: o.Log, wake: wake, began: time.Now(),
+		event: func(workload.Pod, agentkube.EventType, string, string) {},
+		said:  make(chan struct{}, 1), modes: map[gpu.UUID]computeMode{}, wants: map[gpu.UUID]int{},
+		names: map[gpu.UUID]string{}, retiring: map[gpu.UUID]retiring{}, orphans: map[gpu.UUID]bool{}}
+	if w.Cluster != nil {
+		m.event = w.Cluster.Event
+	}
+	return m
+}
+
+// underMPS reports whether the containers of a GPU with this layout are clients of MPS.
+func underMPS(l plan.Layout) bool { return l.Known && l.Offers && l.Compute.MPS }
+
+// restore notes that the last process may have set compute modes: of the GPUs that it had laid out
+// for MPS.
+func (m *mpsDaemons) restore(layouts map[gpu.UUID]plan.Layout) {
+	for u, l := range layouts {
+		if underMPS(l) {
+			m.modes[u] = computeMode{}
+		}
+	}
+}
+
+// want has the supervisor told which daemons there shall be, by the layouts of the GPUs.
+func (m *mpsDaemons) want(inv *gpu.Inventory, layouts map[gpu.UUID]plan.Layout) {
+	wants, names := map[gpu.UUID]int{}, map[gpu.UUID]string{}
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		if l := layouts[d.UUID]; underMPS(l) {
+			wants[d.UUID], names[d.UUID] = l.Compute.Largest(l.Parts()).Ceiling, d.Name()
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.settled && maps.Equal(wants, m.wants) {
+		return
+	}
+	m.wants, m.names, m.settled = wants, names, true
+	forget(m.retiring, wants)
+	forget(m.orphans, wants)
+	poke(m.said)
+}
+
+// forget drops the GPUs that are not wanted.
+func forget[V any](of map[gpu.UUID]V, wants map[gpu.UUID]int) {
+	maps.DeleteFunc(of, func(u gpu.UUID, _ V) bool { return wants[u] == 0 })
+}
+
+// setModes sets the compute modes: EXCLUSIVE_PROCESS on a GPU whose daemon serves, so that its
+// clients alone compute there; PROHIBITED while it does not; and DEFAULT again on a GPU that is not
+// under MPS any more. setups may show that another program has changed a mode.
+func (m *mpsDaemons) setModes(ctx context.Context, inv *gpu.Inventory, epoch uint64, layouts map[gpu.UUID]plan.Layout,
+	s *setups) error {
+	if m.driver == nil {
+		return nil
+	}
+	var errs []error
+	for i := range inv.GPUs {
+		d := &inv.GPUs[i]
+		have, ours := m.modes[d.UUID]
+		mine := underMPS(layouts[d.UUID])
+		if d.Fault != "" || d.MIG.Enabled || !mine && !ours {
+			continue
+		}
+		want := gpu.ComputeDefault
+		if mine {
+			why, soft := m.trouble(d.UUID)
+			switch {
+			case why == (status.Cause{}):
+				want = gpu.ComputeExclusiveProcess
+			case soft && have.is == gpu.ComputeUnknown:
+				continue // as the last process left it, until it is known how the daemon is
+			case soft:
+				want = have.is
+			default:
+				want = gpu.ComputeProhibited
+			}
+		}
+		read, known := s.of[d.UUID]
+		changed := known && s.at.After(have.at) && read.Compute != gpu.ComputeUnknown && read.Compute != have.is
+		if have.is == want && have.epoch == epoch && !changed {
+			continue
+		}
+		cctx, cancel := context.WithTimeout(ctx, driverPatience)
+		err := m.driver.SetComputeMode(cctx, d.UUID, want)
+		cancel()
+		if err != nil {
+			errs = append(errs, fmt.Errorf("set the compute mode of %s to %s: %w", d.Name(), want, err))
+			if mine {
+				m.modes[d.UUID] = computeMode{} // it is not known what it is
+			}
+			if errors.Is(err, gpu.ErrTimeout) {
+				break // the others would time out, too
+			}
+			continue
+		}
+		m.log.Info("compute mode", "gpu", d.UUID, "mode", string(want), "was", string(have.is))
+		if known {
+			read.Compute = want
+			s.of[d.UUID] = read
+		}
+		if mine {
+			m.modes[d.UUID] = computeMode{want, epoch, time.Now()}
+		} else {
+			delete(m.modes, d.UUID)
+		}
+	}
+	return status.Because(status.ComputeModeFailed, errors.Join(errs...))
+}
+
+// trouble returns why a daemon cannot be relied on now; zero if it can, or if the GPU has none. soft
+// is true while that may be a delay of a busy node.
+func (m *mpsDaemons) trouble(u gpu.UUID) (why status.Cause, soft bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.troubleLocked(u, time.Now())
+}
+
+func (m *mpsDaemons) troubleLocked(u gpu.UUID, now time.Time) (why status.Cause, soft bool) {
+	percent, wanted := m.wants[u]
+	if !wanted {
+		return why, false
+	}
+	s := &m.seen
+	old := func(at time.Time) bool { return now.Sub(at) >= mpsPatience }
+	if m.supervisor == nil {
+		return status.Why(status.MPSNoSupervisor, "%s: no MPS daemons are kept on this node", m.names[u]), false
+	}
+	if s.at.IsZero() || now.Sub(s.at) > mpsFresh {
+		since := s.at
+		if since.IsZero() {
+			since = m.began
+		}
+		if s.err == nil {
+			return status.Why(status.MPSNotReady, "%s: the supervisor of the MPS daemons has not been asked yet",
+				m.names[u]), !old(since)
+		}
+		return status.Why(status.MPSNoSupervisor, "%s: %v; the pods of the DaemonSet gpu-agent-mps are to keep MPS daemons",
+			m.names[u], s.err), !old(since)
+	}
+	d, has := s.of[u]
+	notYet := func(code mps.Code, text string) status.Cause {
+		reason := status.MPSNotReady
+		if code == mps.NoMultiUser {
+			reason = status.MPSNoMultiUser
+		}
+		return status.Why(reason, "%s: MPS daemon: %s: %s", m.names[u], code, text)
+	}
+	switch r := m.retiring[u]; {
+	case !has:
+		return notYet(mps.Starting, "the supervisor has not begun to keep it"), !old(m.began)
+	case r.daemon != (mps.Identity{}) && r.daemon == d.Identity():
+		return status.Why(status.MPSFault, "%s: %s; new pods wait until its %d clients have ended and the MPS server "+
+			"is started anew", m.names[u], r.why, d.Clients()), false
+	case d.Problem != nil && d.Problem.Code == mps.Silent:
+		return notYet(d.Problem.Code, d.Problem.Text), !old(d.answered)
+	case d.Problem != nil:
+		return notYet(d.Problem.Code, d.Problem.Text), false
+	case !d.Open:
+		return notYet(mps.Starting, "it does not take clients yet"), false
+	case math.Abs(d.Percent-float64(percent)) > 0.05:
+		return notYet(mps.Starting, fmt.Sprintf("its percentage is %.1f, and is to be %d", d.Percent, percent)), false
+	case now.Sub(d.answered) > mpsFresh:
+		return notYet(mps.Silent, fmt.Sprintf("it last answered %v ago", now.Sub(d.answered).Round(time.Second))),
+			!old(d.answered)
+	}
+	return why, false
+}
+
+// gate returns why no container may start with a share of a GPU under MPS; zero if one may. known is
+// false until it is known how the daemon is: then the CDI files of the last process are to stay.
+func (m *mpsDaemons) gate(u gpu.UUID) (why status.Cause, known bool) {
+	why, soft := m.trouble(u)
+	mode := m.modes[u]
+	switch {
+	case why != (status.Cause{}):
+		return why, !soft || mode.is != gpu.ComputeUnknown
+	case m.driver != nil && mode.is != gpu.ComputeExclusiveProcess:
+		return status.Why(status.ComputeModeFailed, "the GPU's compute mode is not EXCLUSIVE_PROCESS yet"), true
+	}
+	return why, true
+}
+
+// closed returns the GPUs whose devices are withdrawn because of their daemons.
+func (m *mpsDaemons) closed() map[gpu.UUID]status.Cause {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := map[gpu.UUID]status.Cause{}
+	for u := range m.wants {
+		if why, soft := m.troubleLocked(u, time.Now()); why != (status.Cause{}) && !soft {
+			out[u] = why
+		}
+	}
+	return out
+}
+
+// conditions returns what is wrong with daemons, and the GPUs that have nearly as many clients as a
+// server takes.
+func (m *mpsDaemons) conditions() (deciding, others []status.Condition) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, u := range sortedKeys(m.wants) {
+		why, soft := m.troubleLocked(u, time.Now())
+		switch {
+		case why == (status.Cause{}) || soft:
+		case why.Reason == status.MPSFault:
+			deciding = append(deciding, why.Condition(status.Pending, string(u)))
+		case why.Reason == status.MPSNoMultiUser:
+			deciding = append(deciding, why.Condition(status.Refused, string(u)))
+		default:
+			deciding = append(deciding, why.Condition(status.Failed, string(u)))
+		}
+		d := m.seen.of[u]
+		if n := d.Clients(); n >= mpsCrowded {
+			others = append(others, status.Why(status.MPSCrowded,
+				"%s: %d processes are clients of its MPS server, which refuses more than %d", m.names[u], n, compute.MostClients).
+				Condition(status.Noted, string(u)))
+		}
+	}
+	return deciding, others
+}
+
+// latest returns the daemons as they were last seen, by GPU, with what keeps each from being relied
+// on.
+func (m *mpsDaemons) latest() map[gpu.UUID]MPSDaemon {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := map[gpu.UUID]MPSDaemon{}
+	for u, percent := range m.wants {
+		d := MPSDaemon{Percent: percent, Clients: map[int]bool{}}
+		d.Trouble, _ = m.troubleLocked(u, time.Now())
+		seen := m.seen.of[u]
+		d.At, d.PID = seen.answered, seen.PID
+		for _, s := range seen.Servers {
+			d.Servers = append(d.Servers, s.PID)
+			d.Active = d.Active || s.Status == mps.Active
+			for _, pid := range s.Clients {
+				d.Clients[pid] = true
+			}
+		}
+		out[u] = d
+	}
+	return out
+}
+
+// MPSDaemon is the MPS daemon of a GPU, as it was last seen.
+type MPSDaemon struct {
+	// Percent is the largest share that a container of the GPU can have.
+	Percent int
+	// Trouble is why the daemon cannot be relied on now; zero if it can.
+	Trouble status.Cause
+	// At is when it told what follows; zero if it never has. PID is the daemon's, and Servers and Clients
+	// are the PIDs of its servers and of their clients, as the agent sees them. Active is true if a
+	// server serves.
+	At      time.Time
+	PID     int
+	Servers []int
+	Clients map[int]bool
+	Active  bool
+}
+
+// Shares implements guard.Shares for an agent with a supervisor.
+type Shares struct{ *Agent }
+
+// Daemons returns the daemons as they were last seen.
+func (s Shares) Daemons() map[gpu.UUID]guard.Daemon {
+	out := map[gpu.UUID]guard.Daemon{}
+	for u, d := range s.mps.latest() {
+		out[u] = guard.Daemon{Percent: d.Percent, Trouble: d.Trouble.Message, At: d.At, PID: d.PID, Servers: d.Servers,
+			Clients: d.Clients, Active: d.Active}
+	}
+	return out
+}
+
+// Detach detaches clients of a GPU's server.
+func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error) {
+	done, err := s.mps.supervisor.Detach(ctx, mps.Detach{GPU: u, Clients: clients})
+	for _, c := range done {
+		if c.Outcome == mps.Listed || c.Outcome == mps.Unanswered {
+			timedOut++
+		}
+	}
+	return timedOut, err
+}
+
+// Fault tells that a GPU's server serves nobody any more.
+func (s Shares) Fault(u gpu.UUID, why string) { s.mps.fault(u, why) }
+
+// Now returns the time since boot.
+func (s Shares) Now() time.Duration { return s.mps.supervisor.Now() }
+
+// ours reports whether a process is one of the daemons that the supervisor keeps, or of their servers.
+func (m *mpsDaemons) ours() func(pid int) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	pids := map[int]bool{}
+	for _, d := range m.seen.of {
+		pids[d.PID] = true
+		for _, s := range d.Servers {
+			pids[s.PID] = true
+		}
+	}
+	return func(pid int) bool { return pids[pid] }
+}
+
+// fault tells that a program has had a fatal fault on a GPU, or that its server serves nobody any
+// more. If the GPU is under MPS, its daemon takes no new clients and is replaced when the last one
+// has ended. It reports whether the GPU is under MPS. Any goroutine may call it.
+func (m *mpsDaemons) fault(u gpu.UUID, why string) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, wanted := m.wants[u]; !wanted {
+		return false
+	}
+	m.faultLocked(u, why)
+	return true
+}
+
+func (m *mpsDaemons) faultLocked(u gpu.UUID, why string) {
+	d := m.seen.of[u]
+	if d.PID == 0 || m.retiring[u].daemon == d.Identity() {
+		return // without a daemon there is none to replace
+	}
+	m.retiring[u] = retiring{d.Identity(), why}
+	m.log.Warn("the MPS server of a GPU is drained, and then started anew", "gpu", u, "why", why, "clients", d.Clients())
+	m.event(workload.Pod{}, agentkube.Warning, string(status.MPSFault), brief.Cut(fmt.Sprintf(
+		"%s: %s; under MPS that is the fault of all its %d clients: new pods wait until these have ended and the MPS server "+
+			"is started anew", m.names[u], why, d.Clients()), brief.Message))
+	poke(m.said)
+	m.wake()
+}
+
+// follow asks the supervisor as long as a GPU is under MPS, or something is left of one that was.
+func (m *mpsDaemons) follow(ctx context.Context) error {
+	if m.supervisor == nil {
+		return nil
+	}
+	var told time.Time    // when the supervisor was last told what shall be; zero if that has changed since
+	var missing time.Time // since when no supervisor listens; zero if one does
+	judged := m.judgements()
+	for {
+		rest := m.due(told)
+		var timer <-chan time.Time
+		if rest > 0 {
+			timer = time.After(rest)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-m.said:
+			told = time.Time{}
+		case <-timer:
+		}
+		err := m.turn(ctx, time.Since(told) >= mpsSayEvery, &told)
+		switch {
+		case !errors.Is(err, gpu.ErrNotFound):
+			missing = time.Time{}
+		case missing.IsZero():
+			missing = time.Now()
+		case time.Since(missing) >= mpsAlone && !m.any():
+			if err := m.supervisor.End(ctx); err != nil {
+				m.log.Warn("cannot end what is left of MPS daemons", "err", err)
+			} else {
+				told = time.Now()
+			}
+			missing = time.Time{}
+		}
+		if now := m.judgements(); !maps.Equal(judged, now) {
+			judged = now
+			m.wake()
+		}
+	}
+}
+
+// any reports whether a GPU is under MPS.
+func (m *mpsDaemons) any() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !m.settled || len(m.wants) > 0
+}
+
+// due returns the time until the next question; 0 if there is none to ask before there is news.
+func (m *mpsDaemons) due(told time.Time) time.Duration {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case !m.settled:
+		return 0
+	case len(m.wants) > 0:
+		return mpsEvery
+	case told.IsZero() && m.supervisor.Left():
+		return mpsPatience
+	}
+	return 0
+}
+
+// turn asks the supervisor once. It tells it what shall be if say is true, and notes that in told.
+func (m *mpsDaemons) turn(ctx context.Context, say bool, told *time.Time) error {
+	m.mu.Lock()
+	settled, empty := m.settled, len(m.wants) == 0
+	m.mu.Unlock()
+	if !settled || empty && !m.supervisor.Left() {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, mpsTimeout)
+	defer cancel()
+	// What is comes first: a daemon that a former process of the agent has had replaced is not
+	// wanted again before that is known.
+	state, err := m.supervisor.State(ctx)
+	m.note(ctx, state, err)
+	if err != nil || !say {
+		return err
+	}
+	if state, err = m.supervisor.Sync(ctx, m.whole()); err == nil {
+		*told = time.Now()
+	}
+	m.note(ctx, state, err)
+	return err
+}
+
+// whole returns all that shall be.
+func (m *mpsDaemons) whole() []mps.Want {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	wants := []mps.Want{}
+	for _, u := range sortedKeys(m.wants) {
+		wants = append(wants, mps.Want{GPU: u, Percent: m.wants[u], Retire: m.retiring[u].daemon, EndOrphans: m.orphans[u]})
+	}
+	return wants
+}
+
+// note takes in an answer.
+func (m *mpsDaemons) note(ctx context.Context, state mps.State, err error) {
+	now := time.Now()
+	idle := m.idleOrphans(ctx, state)
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.seen.err = err; err != nil {
+		return
+	}
+	m.seen.at, m.seen.of = now, map[gpu.UUID]daemonSeen{}
+	clock := m.supervisor.Now()
+	for _, d := range state.Daemons {
+		seen := daemonSeen{Daemon: d}
+		if d.Answered > 0 {
+			seen.answered = now.Add(min(0, d.Answered-clock))
+		}
+		m.seen.of[d.GPU] = seen
+	}
+	for u := range m.wants {
+		d := m.seen.of[u]
+		switch r := m.retiring[u]; {
+		case d.Problem != nil && d.Problem.Code == mps.Retiring && d.PID != 0 && r.daemon != d.Identity():
+			m.retiring[u] = retiring{d.Identity(), "the former agent has had its MPS daemon replaced"}
+		case r.daemon != (mps.Identity{}) && d.PID != 0 && r.daemon != d.Identity():
+			m.log.Info("the MPS server of a GPU is started anew", "gpu", u)
+			delete(m.retiring, u)
+			poke(m.said)
+		}
+		if slices.ContainsFunc(d.Servers, func(s mps.Server) bool { return s.Status == mps.Fault }) {
+			m.faultLocked(u, "a program has had a fatal fault")
+		}
+		if m.orphans[u] != idle[u] {
+			m.orphans[u] = idle[u]
+			poke(m.said)
+		}
+	}
+}
+
+// idleOrphans returns the GPUs whose servers without a daemon have no clients: the driver lists
+// no other process.
+func (m *mpsDaemons) idleOrphans(ctx context.Context, state mps.State) map[gpu.UUID]bool {
+	out := map[gpu.UUID]bool{}
+	for i := range state.Daemons {
+		d := &state.Daemons[i]
+		if !errors.Is(d.Err(), mps.Orphans) || m.driver == nil {
+			continue
+		}
+		s, err := m.driver.Setup(ctx, d.GPU)
+		out[d.GPU] = err == nil && !slices.ContainsFunc(s.Processes, func(c gpu.Client) bool {
+			return !slices.ContainsFunc(d.Servers, func(s mps.Server) bool { return s.PID == c.PID })
+		})
+	}
+	return out
+}
+
+// judgement is what the loop has to know of a daemon.
+type judgement struct {
+	reason  status.Reason
+	soft    bool
+	crowded bool
+}
+
+func (m *mpsDaemons) judgements() map[gpu.UUID]judgement {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := map[gpu.UUID]judgement{}
+	for u := range m.wants {
+		why, soft := m.troubleLocked(u, time.Now())
+		d := m.seen.of[u]
+		out[u] = judgement{why.Reason, soft, d.Clients() >= mpsCrowded}
+	}
+	return out
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package guard
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/brief"
+	"example.com/gpu-agent/internal/kube/agentkube"
+	"example.com/gpu-agent/internal/node"
+	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
+	"example.com/gpu-agent/pkg/compute"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
+)
+
+// daemons are MPS daemons in memory. What has happened is in calls, with the ends of containers.
+type daemons struct {
+	mu    sync.Mutex
+	of    map[gpu.UUID]Daemon
+	calls []string
+	mute  func() bool // whether the daemon does not answer
+	began time.Time
+}
+
+func (s *daemons) with(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+}
+
+func (s *daemons) Daemons() map[gpu.UUID]Daemon {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := map[gpu.UUID]Daemon{}
+	for u, d := range s.of {
+		if d.At.IsZero() {
+			d.At = time.Now()
+		}
+		out[u] = d
+	}
+	return out
+}
+
+func (s *daemons) Detach(_ context.Context, u gpu.UUID, clients []int) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.mute != nil && s.mute() {
+		s.calls = append(s.calls, fmt.Sprint("timeout ", clients))
+		if len(clients)%2 == 0 {
+			return 0, errors.New("the supervisor is away")
+		}
+		return len(clients), nil
+	}
+	s.calls = append(s.calls, fmt.Sprint("detach ", clients))
+	for _, pid := range clients {
+		delete(s.of[u].Clients, pid)
+	}
+	return 0, nil
+}
+
+func (s *daemons) Fault(u gpu.UUID, why string) {
+	s.with(func() { s.calls = append(s.calls, "fault "+string(u)+" "+why) })
+}
+
+func (s *daemons) Now() time.Duration { return time.Hour + time.Since(s.began) }
+
+// shared is a meter with words about shares.
+type shared struct {
+	*meter
+	said     map[int]lib.Compute
+	starting time.Duration
+}
+
+func (m *shared) Compute(of map[lib.Process]lib.Compute) (time.Duration, error) {
+	m.w.mu.Lock()
+	defer m.w.mu.Unlock()
+	for p := range of {
+		of[p] = m.said[int(p.PID)]
+	}
+	return m.starting, nil
+}
+
+// pagesOf has a shared meter for each container.
+type pagesOf map[string]*shared
+
+func (p pagesOf) Meter(key string, u gpu.UUID) (Meter, error) {
+	if m := p[key]; m != nil && u == gpu0 {
+		return m, nil
+	}
+	return nil, gpu.ErrNotFound
+}
+
+// shareWorld has a container with a share of GPU 0, with processes that are clients.
+func shareWorld(s *daemons, id string, percent int, pids ...int) (*world, pagesOf) {
+	w := newWorld()
+	w.container(id, pids, 8*gib, gpu0)
+	m := &shared{meter: &meter{w: w, quiet: true}, said: map[int]lib.Compute{}}
+	for i := range w.allocations[0].Grants {
+		w.allocations[0].Grants[i].Compute = compute.Share{Ceiling: percent}
+	}
+	s.of = map[gpu.UUID]Daemon{gpu0: {Percent: 100, PID: 900, Servers: []int{901}, Clients: map[int]bool{}, Active: true}}
+	for _, pid := range pids {
+		w.uses(pid, gpu0, gib)
+		s.of[gpu0].Clients[pid] = true
+		m.said[pid] = lib.Compute{SMs: 20}
+	}
+	// The server of the daemon is in a container of another pod, without an allocation.
+	w.container("mps", []int{901}, 0)
+	w.uses(901, gpu0, gib)
+	return w, pagesOf{w.allocations[0].ID: m}
+}
+
+// sized has GPU 0 with so many SMs.
+type sized struct{ *world }
+
+func (w sized) Offered() []gpu.Device {
+	return []gpu.Device{{UUID: gpu0, SMs: 80}, {UUID: gpu1, Index: 1}}
+}
+
+func heldOf(g *Guard) string {
+	for _, c := range g.State().Containers {
+		if c.Compute != nil {
+			return c.Compute.String()
+		}
+	}
+	return ""
+}
+
+func (w *world) said(reason status.Reason) (n int) {
+	for _, e := range w.events {
+		if strings.Contains(e, " "+string(reason)+": ") {
+			n++
+		}
+	}
+	return n
+}
+
+// TestHeldToAShare: a container is held to its ceiling while the driver, the daemon and its page agree, and
+// the reason why it is not is told as soon as they do not.
+func TestHeldToAShare(t *testing.T) {
+	s := &daemons{began: time.Now()}
+	w, pages := shareWorld(s, "a", 25, 10, 11)
+	m := pages[w.allocations[0].ID]
+	watchIn(t, w, Worlds{Pages: pages, Runtime: w, Shares: s, Allocations: sized{w}}, Options{}, func(g *Guard, pass func(time.Duration)) {
+		look := func(want string) {
+			t.Helper()
+			pass(2 * DefaultEvery)
+			if got := heldOf(g); got != want {
+				t.Errorf("%q, want %q", got, want)
+			}
+		}
+		pass(time.Second)
+		look("ceiling 25 %")
+		if n := g.State().On[gpu0].Intruders; n != 0 || w.said(status.Intruder) != 0 {
+			t.Errorf("%d intruders, %q", n, w.events)
+		}
+		pass(time.Minute)
+		look("ceiling 25 %")
+		s.with(func() { d := s.of[gpu0]; d.Trouble = "the daemon has ended"; s.of[gpu0] = d })
+		look("none: the daemon has ended")
+		s.with(func() { d := s.of[gpu0]; d.Trouble = ""; s.of[gpu0] = d })
+		look("ceiling 25 %")
+		m.said[11] = lib.Compute{SMs: 21}
+		m.word++ // the page has changed
+		look("none: process 11 has 21 SMs, and its share is 20 of 80")
+		m.said[11] = lib.Compute{SMs: 20}
+		look("ceiling 25 %")
+		delete(w.procs, 10)
+		delete(w.procs, 11)
+		look("none: no process yet")
+	})
+}
+
+// TestOutsideMPS: a process that is no client is named as soon as the daemon has told its clients after the
+// process was seen, and its container is ended if the operator wants that. A client that has nothing on its
+// page is named after a while.
+func TestOutsideMPS(t *testing.T) {
+	for _, end := range []bool{false, true} {
+		for _, kind := range []string{"outside", "silent"} {
+			t.Run(fmt.Sprint(kind, end), func(t *testing.T) {
+				s := &daemons{began: time.Now()}
+				w, pages := shareWorld(s, "a", 25, 10)
+				m := pages[w.allocations[0].ID]
+				watchIn(t, w, Worlds{Pages: pages, Runtime: w, Shares: s, Allocations: sized{w}}, Options{EndIntruders: end}, func(g *Guard, pass func(time.Duration)) {
+					pass(time.Second)
+					w.procs[12] = &proc{owner: node.Owner{ID: "a", PodUID: "uid-a", Start: 12}, on: map[gpu.UUID]uint64{gpu0: gib}}
+					if kind == "silent" {
+						s.with(func() { s.of[gpu0].Clients[12] = true })
+						pass(silentGrace / 2)
+					} else {
+						m.said[12] = lib.Compute{SMs: 80} // what a container writes helps it to nothing
+						s.with(func() { d := s.of[gpu0]; d.At = time.Now().Add(-time.Second); s.of[gpu0] = d })
+						pass(3 * DefaultEvery)
+					}
+					if n := w.said(status.Intruder); n != 0 {
+						t.Errorf("it was named before it is sure: %q", w.events)
+					}
+					if got := heldOf(g); !strings.HasPrefix(got, "none: process 12 ") {
+						t.Errorf("held %q", got)
+					}
+					s.with(func() { d := s.of[gpu0]; d.At = time.Time{}; s.of[gpu0] = d })
+					if kind == "silent" {
+						pass(silentGrace)
+					} else {
+						pass(2 * DefaultEvery)
+					}
+					if n := w.said(status.Intruder); n != 1 || !strings.Contains(w.events[0], "process [12] on GPU 0") {
+						t.Errorf("it was named %d times: %q", n, w.events)
+					}
+					if got := slices.Contains(w.ended, "a"); got != end {
+						t.Errorf("ended %v, want %v", w.ended, end)
+					}
+					if !end && g.State().On[gpu0].Intruders != 1 {
+						t.Errorf("%+v", g.State().On[gpu0])
+					}
+					pass(time.Minute)
+					if n := w.said(status.Intruder); n != 1 {
+						t.Errorf("it was named %d times", n)
+					}
+				})
+			})
+		}
+	}
+}
+
+// TestStuckServer: a process that has been in cuInit for long tells of a server that serves nobody, but a
+// container's word is not believed while a server serves, nor again and again.
+func TestStuckServer(t *testing.T) {
+	s := &daemons{began: time.Now()}
+	w, pages := shareWorld(s, "a", 25, 10)
+	m := pages[w.allocations[0].ID]
+	watchIn(t, w, Worlds{Pages: pages, Runtime: w, Shares: s, Allocations: sized{w}}, Options{}, func(g *Guard, pass func(time.Duration)) {
+		s.began = time.Now()
+		faults := func() (n int) {
+			s.with(func() { n = len(s.calls) })
+			return n
+		}
+		pass(time.Second)
+		m.starting = s.Now()
+		m.word++
+		pass(stuckAfter + time.Second)
+		if n := faults(); n != 0 {
+			t.Errorf("a server serves, and %q", s.calls)
+		}
+		s.with(func() { d := s.of[gpu0]; d.Active = false; s.of[gpu0] = d })
+		m.starting = s.Now()
+		pass(stuckAfter - time.Second)
+		if n := faults(); n != 0 {
+			t.Errorf("too early: %q", s.calls)
+		}
+		pass(2*time.Second + baselineFor)
+		if n := faults(); n != 1 || !strings.HasPrefix(s.calls[0], "fault GPU-0 a program has waited") {
+			t.Errorf("%q", s.calls)
+		}
+		pass(stuckEvery / 2)
+		if n := faults(); n != 1 {
+			t.Errorf("said %d times", n)
+		}
+	})
+}
+
+// TestDetachBeforeEveryEnd: of 1,000 containers that are ended at random, under load and by daemons that
+// answer or do not, no client is ended that the daemon was not told of first. What was not answered is
+// counted.
+func TestDetachBeforeEveryEnd(t *testing.T) {
+	r := rand.New(rand.NewPCG(42, 7))
+	s := &daemons{of: map[gpu.UUID]Daemon{gpu0: {Clients: map[int]bool{}}, gpu1: {Clients: map[int]bool{}}}}
+	s.mute = func() bool { return r.IntN(5) == 0 }
+	w := newWorld()
+	var log guardLog
+	log.Logger = discard()
+	h := &offenceHandler{proc: w, runtime: ender{w, s}, cluster: w, observer: w, log: &log, shares: s,
+		ending: map[string]bool{}, ended: map[string]bool{}}
+	log.ration = rationed()
+	clients, pid := map[string][]int{}, 100
+	for i := range 1000 {
+		id := fmt.Sprint("c", i)
+		var pids []int
+		for range r.IntN(4) {
+			pid++
+			pids = append(pids, pid)
+			s.with(func() { s.of[[]gpu.UUID{gpu0, gpu1}[r.IntN(2)]].Clients[pid] = true })
+		}
+		pid++
+		w.with(func() { w.container(id, append(slices.Clone(pids), pid), gib, gpu0) }) // the last one is no client
+		clients[id] = pids
+	}
+	var running sync.WaitGroup
+	places := make(chan struct{}, 8)
+	for _, i := range r.Perm(1000) {
+		places <- struct{}{}
+		running.Go(func() {
+			defer func() { <-places }()
+			id := fmt.Sprint("c", i)
+			var c node.Container
+			var evidence memcap.Process
+			w.with(func() {
+				c = w.containers[id]
+				for p, is := range w.procs {
+					if is.owner.ID == id && (evidence.PID == 0 || p < evidence.PID) {
+						evidence = memcap.Process{PID: p, Start: is.owner.Start, Container: id, Bytes: gib, Known: true}
+					}
+				}
+			})
+			owner, _ := w.Container(evidence.PID)
+			h.end(t.Context(), &c, memcap.Verdict{Kind: memcap.Intruder, Container: id, GPU: gpu0, First: time.Now(),
+				Processes: []memcap.Process{evidence}}, map[int]node.Owner{evidence.PID: owner})
+		})
+	}
+	running.Wait()
+	told, ended, timeouts := map[int]bool{}, 0, uint64(0)
+	for _, call := range s.calls {
+		word, rest, _ := strings.Cut(call, " ")
+		if word == "end" {
+			ended++
+			for _, p := range clients[rest] {
+				if !told[p] {
+					t.Errorf("%s was ended before client %d was detached", rest, p)
+				}
+			}
+			continue
+		}
+		for _, f := range strings.Fields(strings.Trim(rest, "[]")) {
+			var p int
+			fmt.Sscan(f, &p)
+			told[p] = true
+			if word == "timeout" {
+				timeouts++
+			}
+		}
+	}
+	all := 0
+	for _, pids := range clients {
+		all += len(pids)
+	}
+	done, not := h.detaches()
+	if ended != 1000 || all < 1000 || not != timeouts || int(done+not) != all || not == 0 {
+		t.Errorf("%d ended; of %d clients %d were detached and %d not, want %d", ended, all, done, not, timeouts)
+	}
+}
+
+// ender notes ends among the calls.
+type ender struct {
+	*world
+	s *daemons
+}
+
+func (e ender) End(ctx context.Context, o node.Owner) (string, error) {
+	e.s.with(func() { e.s.calls = append(e.s.calls, "end "+o.ID) })
+	return e.world.End(ctx, o)
+}
+
+// TestDetachBeforeEviction: the clients of all containers of a pod are detached before it is evicted.
+func TestDetachBeforeEviction(t *testing.T) {
+	s := &daemons{of: map[gpu.UUID]Daemon{gpu0: {Clients: map[int]bool{10: true, 11: true, 20: true}}}}
+	w := newWorld()
+	w.container("a", []int{10, 11}, gib, gpu0)
+	w.container("b", []int{20}, gib, gpu0)
+	h := &offenceHandler{proc: w, cluster: evicter{w, s}, observer: w, log: &guardLog{Logger: discard(), ration: rationed()}, shares: s}
+	c := w.containers["a"]
+	h.evict(t.Context(), &c, 3)
+	if want := []string{"detach [10 11]", "evict work/pod-a"}; !slices.Equal(s.calls, want) {
+		t.Errorf("%q, want %q", s.calls, want)
+	}
+}
+
+type evicter struct {
+	*world
+	s *daemons
+}
+
+func (e evicter) Evict(_ context.Context, p workload.Pod) error {
+	e.s.with(func() { e.s.calls = append(e.s.calls, "evict "+p.String()) })
+	return nil
+}
+
+func (e evicter) Event(workload.Pod, agentkube.EventType, string, string) {}
+
+func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+func rationed() *brief.Ration { return brief.NewRation(discard(), time.Now, time.AfterFunc) }

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/tests/lab"
+)
+
+// oneUnderMPS has units of GPU 0 alone, with shares of its multiprocessors.
+const oneUnderMPS = `version: v1
+partitions:
+  default:
+    - devices: [0]
+      mode: shared
+      compute: mps
+    - devices: [1, 2, 3, 4, 5, 6, 7]
+      mode: off
+`
+
+// Compute modes, by their numbers.
+const (
+	computeDefault   = 0
+	computeExclusive = 3
+)
+
+// TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and are held to
+// them. An upgrade of the agent, and restarts of the agent and of the supervisor under them, end none.
+// When the partition has no MPS any more, nothing of it is left.
+func TestMPS(t *testing.T) {
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
+	b.offers(oneSharedOffers)
+	b.state("applied")
+	b.computeMode(computeExclusive)
+
+	pods := map[string]*lab.RunningPod{"quarter": b.tenant("quarter", 20), "half": b.tenant("half", 40)}
+	ceilings := map[string]int{"quarter": 26, "half": 51}
+	probes := map[string]*lab.Probe{}
+	for name, pod := range pods {
+		probes[name] = b.probe(pod, "main", nil)
+		b.take(probes[name], chunk, 1)
+	}
+	held := func(what string) {
+		b.Helper()
+		b.must(agent.AwaitStatus(b.ctx, 30*time.Second, what, func(s lab.Status) error {
+			var errs []error
+			seen := 0
+			for _, c := range s.Containers {
+				for name, pod := range pods {
+					if c.Pod != pod.Name {
+						continue
+					}
+					seen++
+					if c.Compute.Guarantee != "ceiling" || c.Compute.Ceiling != ceilings[name] {
+						errs = append(errs, fmt.Errorf("%s is held by %+v, want a ceiling of %d", name, c.Compute, ceilings[name]))
+					}
+				}
+			}
+			if m := s.GPUs[0].MPS; m == nil || m.Clients != 2 || m.Trouble != "" {
+				errs = append(errs, fmt.Errorf("GPU 0 has %+v, want 2 clients", m))
+			}
+			if seen != 2 || s.Watchdog.Intruders != 0 {
+				errs = append(errs, fmt.Errorf("%d containers, %d intruders", seen, s.Watchdog.Intruders))
+			}
+			return errors.Join(errs...)
+		}))
+	}
+	held("both are held to their shares")
+
+	// Each probe still has its context, which a client of a server that has ended has not.
+	computes := func(after string) {
+		b.Helper()
+		for name, k := range probes {
+			if a := b.ask(k, "take cuMemAlloc_v2 %d 1", chunk); a.Result() != lab.Success {
+				b.Errorf("after %s: %s says %s", after, name, a)
+			}
+		}
+	}
+	before := b.processes(pods["quarter"], pods["half"])
+	for range count(3, 10) {
+		p, err := agent.Supervisor()
+		b.must(err)
+		b.must(node.Signal(b.ctx, p, "KILL"))
+		b.must(lab.Await(b.ctx, 30*time.Second, "another supervisor", func(context.Context) error {
+			now, err := agent.Supervisor()
+			if err == nil && now == p {
+				err = errors.New("it is the same process")
+			}
+			return err
+		}))
+	}
+	computes("restarts of the supervisor")
+	for range count(2, 10) {
+		b.must(agent.Crash(b.ctx))
+		b.must(agent.Ready(b.ctx))
+	}
+	computes("restarts of the agent")
+	var err error
+	agent, err = deploy(b.ctx, lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}, Env: map[string]string{"GPU_AGENT_LOG_LEVEL": "debug"}})
+	b.must(err)
+	computes("an upgrade of the agent")
+	b.must(hurt(before))
+	held("both are held to their shares after all that")
+
+	for _, k := range probes {
+		_ = k.Close()
+	}
+	for _, pod := range pods {
+		b.must(pod.Delete(b.ctx))
+	}
+	b.partitions(oneShared)
+	b.state("applied")
+	b.computeMode(computeDefault)
+	b.must(lab.Await(b.ctx, 30*time.Second, "nothing of MPS to be left", func(context.Context) error {
+		left, err := filepath.Glob(node.File("/var/lib/gpu-agent/mps/GPU-*"))
+		if err == nil && len(left) > 0 {
+			err = fmt.Errorf("%q", left)
+		}
+		shm, unread := os.ReadDir(node.File("/dev/shm"))
+		if slices.ContainsFunc(shm, func(e os.DirEntry) bool { return strings.Contains(strings.ToLower(e.Name()), "mps") }) {
+			err = errors.Join(err, fmt.Errorf("/dev/shm has %v", shm))
+		}
+		return errors.Join(err, unread)
+	}))
+	for _, program := range []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} {
+		dirs, err := filepath.Glob(node.File("/proc/[0-9]*"))
+		b.must(err)
+		for _, dir := range dirs {
+			if command, _ := os.ReadFile(filepath.Join(dir, "cmdline")); strings.Contains(string(command), program) {
+				b.Errorf("%s runs as %s", program, filepath.Base(dir))
+			}
+		}
+	}
+}
+
+// computeMode waits until GPU 0 has a compute mode.
+func (b *bench) computeMode(want int) {
+	b.Helper()
+	b.must(lab.Await(b.ctx, time.Minute, fmt.Sprintf("compute mode %d", want), func(ctx context.Context) error {
+		mode, err := driver.ComputeMode(ctx, 0)
+		if err == nil && mode != want {
+			err = fmt.Errorf("it is %d", mode)
+		}
+		return err
+	}))
+}
