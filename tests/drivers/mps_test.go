@@ -190,6 +190,28 @@ func dialPacket(path string) (int, error) {
 	return fd, nil
 }
 
+// startServer has the daemon start a server that no client has asked for: so the server could be the
+// first process of a card in exclusive-process mode. Without a card it ends at once.
+func (n *mpsBench) startServer() {
+	n.t.Helper()
+	cmd := exec.Command(filepath.Join(n.programs, "bin/nvidia-cuda-mps-control"))
+	cmd.Env = []string{"CUDA_MPS_PIPE_DIRECTORY=" + n.pipe}
+	cmd.Stdin = strings.NewReader("start_server -uid 0\n")
+	if out, err := withOwnDev(cmd).CombinedOutput(); err != nil || len(out) != 0 {
+		n.t.Errorf("start_server: %v: %s", err, out)
+	}
+	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		said, err := os.ReadFile(n.output)
+		try(n.t, err)
+		if strings.Contains(string(said), "Starting new server") && strings.Contains(string(said), "exited with status") {
+			return
+		}
+		if time.Now().After(end) {
+			n.t.Fatalf("no server has started and ended: %s", said)
+		}
+	}
+}
+
 // clients is how many programs have asked the daemon.
 func (n *mpsBench) clients() int {
 	n.t.Helper()
@@ -237,6 +259,7 @@ func (n *mpsBench) run(cuda stand) {
 		"as it was given": {"CUDA_MPS_PIPE_DIRECTORY=" + n.pipe, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=26"},
 	}
 	n.start(cuda)
+	n.startServer()
 	for name, env := range environments {
 		before := n.clients()
 		n.beat(0)

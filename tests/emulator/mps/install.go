@@ -13,7 +13,8 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
-	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Names of the programs.
@@ -39,11 +40,17 @@ func exit(code int) { _, _, _ = syscall.RawSyscall(syscall.SYS_EXIT_GROUP, uintp
 func endWith(w *world) {
 	data, err := os.ReadFile(filepath.Join(here(), untilFile))
 	if pid, bad := strconv.Atoi(string(data)); err == nil && bad == nil {
-		go func() {
-			for syscall.Kill(pid, 0) == nil {
-				time.Sleep(200 * time.Millisecond)
-			}
+		fd, err := unix.PidfdOpen(pid, 0) // its number may be another's later
+		if err != nil {
 			exit(1)
+		}
+		go func() {
+			for {
+				n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1)
+				if n > 0 || err != nil && !errors.Is(err, unix.EINTR) {
+					exit(1)
+				}
+			}
 		}()
 	}
 	if w != nil {
