@@ -79,6 +79,7 @@ func TestCheck(t *testing.T) {
 		{[]string{"check", "--config", theirs, "--inventory", h100}, true, theirs + ": read as a configuration of NVIDIA's device plugin; as a partition file it is\n" +
 			"version: v1\npartitions:\n  default:\n    - devices: all\n      mode: shared\n      replicas: 4\n      compute: mps\nnote: ", ""},
 		{[]string{"check", "--config", theirs, "--inventory", h100}, true, theirs + ": partition default fits\n", ""},
+		{[]string{"check", "--config", theirs, "--inventory", h100}, true, "; whether a supervisor keeps MPS daemons on the node\n", ""},
 		{[]string{"check", "--config", wrong, "--inventory", h100}, false, "", wrong + ":5: replicas of \"nvidia.com/gpu\" is at most 48"},
 		{[]string{"plan", "--config", theirs, "--inventory", h100}, false, "", "this is a configuration of NVIDIA's device plugin: `gpu-agent check --config` says what it becomes here"},
 		{[]string{"check", "--config", fleet, "--inventory", h100}, true, "partition old is for other nodes (line 6: ", ""},

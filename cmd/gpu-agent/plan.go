@@ -382,7 +382,15 @@ func (a *planFlags) check(ctx context.Context, c console) error {
 		return invalid(fmt.Errorf("%s: %d of %d partitions do not fit these GPUs", a.config, bad, len(names)))
 	}
 	if !a.asked && len(plans) > 0 {
-		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(plans[0].Unknown, "; "))
+		var unknown []string
+		for i := range plans {
+			for _, what := range plans[i].Unknown {
+				if !slices.Contains(unknown, what) {
+					unknown = append(unknown, what)
+				}
+			}
+		}
+		fmt.Fprintf(c.out, "not known here: %s\n", strings.Join(unknown, "; "))
 	}
 	return nil
 }

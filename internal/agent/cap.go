@@ -81,8 +81,10 @@ func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 	allocations := k.ledger.Allocations()
 	for i := range allocations {
 		if c := &allocations[i]; !c.CapsKnown() {
-			_ = k.fixCaps(inv, c, func(g *ledger.Grant, _ *gpu.Device) (uint64, error) {
-				return k.caps.Limit(c.ID, g.GPU)
+			_ = k.fixCaps(inv, c, func(g *ledger.Grant, _ *gpu.Device) (uint64, compute.Share, error) {
+				bytes, err := k.caps.Limit(c.ID, g.GPU)
+				percent, errShare := k.caps.Percent(c.ID, g.GPU)
+				return bytes, compute.Share{Ceiling: percent}, errors.Join(err, errShare)
 			})
 		}
 	}
@@ -93,21 +95,22 @@ func (k *gatekeeper) allocations(inv *gpu.Inventory) []ledger.Allocation {
 // container can have such a cap yet, so it is computed from the present layout. The error names a
 // GPU where that is not possible.
 func (k *gatekeeper) settleCaps(on *fileInputs, c *ledger.Allocation) error {
-	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, error) {
+	return k.fixCaps(on.inv, c, func(g *ledger.Grant, d *gpu.Device) (uint64, compute.Share, error) {
 		layout := on.layouts[g.GPU]
 		of, _ := layout.Of(g.Kind())
 		of.Unit = cmp.Or(of.Unit, k.unit) // a GPU keeps its unit as long as it is held
 		if _, cap := g.In(piece.Share{Division: of, Usable: d.Usable()}); cap.Known {
-			return cap.Bytes, nil
+			return cap.Bytes, layout.ComputeOf(g.Piece), nil
 		}
 		_, err := k.caps.Limit(c.ID, g.GPU)
-		return 0, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
+		return 0, compute.Share{}, fmt.Errorf("find the cap of %s on %s, which is %s now: %w", c.Resource, g.GPU, layout.Mode(), err)
 	})
 }
 
-// fixCaps sets the caps of an allocation's grants that have none, where bytes returns one.
+// fixCaps sets the caps of an allocation's grants that have none, and their shares of the SMs, where known
+// returns them.
 func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
-	bytes func(*ledger.Grant, *gpu.Device) (uint64, error)) error {
+	known func(*ledger.Grant, *gpu.Device) (uint64, compute.Share, error)) error {
 	var errs []error
 	grants := slices.Clone(c.Grants)
 	for i := range grants {
@@ -116,9 +119,10 @@ func (k *gatekeeper) fixCaps(inv *gpu.Inventory, c *ledger.Allocation,
 		if g.Cap.Known || d == nil {
 			continue
 		}
-		n, err := bytes(g, d)
+		n, share, err := known(g, d)
 		if err == nil {
 			*g = g.Fix(n, d.Usable())
+			g.Compute = share
 		}
 		errs = append(errs, err)
 	}

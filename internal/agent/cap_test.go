@@ -97,6 +97,15 @@ func (p *pages) Limit(key string, u gpu.UUID) (uint64, error) {
 	return 0, gpu.ErrNotFound
 }
 
+func (p *pages) Percent(key string, u gpu.UUID) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, ok := p.limits[key][u]; ok {
+		return p.percent[key], nil
+	}
+	return 0, gpu.ErrNotFound
+}
+
 func (p *pages) Remove(key string) error {
 	p.mu.Lock()
 	slow := p.slow

@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
 // The GPUNode and the status say how a GPU's compute is shared, and the GPUNode how strongly all containers on
@@ -73,6 +74,52 @@ func TestComputeOfAGPU(t *testing.T) {
 		}
 		if err := n.Check(); err != nil {
 			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// What no record has of a share, the limit page has, and for a holder without a page what the layout gives: the
+// share outlives lost records like the cap. A container that takes turns has none.
+func TestSharesOutliveLostRecords(t *testing.T) {
+	mps := plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4, Unit: 1024}, Compute: compute.Sharing{MPS: true, Factor: 2}}
+	turns := mps
+	turns.Compute = compute.Sharing{}
+	for name, c := range map[string]struct {
+		layout  plan.Layout
+		page    bool
+		percent int
+		want    int
+	}{
+		"from the page":                      {mps, true, 26, 26},
+		"from the page, whatever the layout": {turns, true, 26, 26},
+		"of turns":                           {mps, true, 0, 0},
+		"from the layout":                    {mps, false, 0, 50},
+		"from the layout, of turns":          {turns, false, 0, 0},
+	} {
+		l := ledger.New(func() {}, time.Now)
+		r, err := deviceplugin.RecordOf(memResource, []string{string(uuid(0)) + "::3"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Found("a", r, time.Time{}); err != nil {
+			t.Fatal(err)
+		}
+		k := &gatekeeper{caps: &pages{}, ledger: l, unit: 1024}
+		if c.page {
+			if _, err := k.caps.Write("a", []lib.Limit{{GPU: uuid(0), Bytes: 1 << 30, Percent: c.percent}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		inv := machine(1)
+		all := k.allocations(inv)
+		if err := k.settleCaps(&fileInputs{inv: inv, layouts: map[gpu.UUID]plan.Layout{uuid(0): c.layout}}, &all[0]); err != nil {
+			t.Fatal(err)
+		}
+		known, _ := l.Get("a")
+		for _, g := range []ledger.Grant{all[0].Grants[0], known.Grants[0]} {
+			if g.Compute.Ceiling != c.want || g.Cap != piece.CapOf(1<<30) {
+				t.Errorf("%s: %v, want %d percent", name, g, c.want)
+			}
 		}
 	}
 }

@@ -190,6 +190,9 @@ func (f *foresight) plan(file *config.File, name string, brief bool) status.Plan
 		out.Elsewhere = file.Elsewhere(name, in.Inventory)
 		return out
 	}
+	if f.unknown != nil && slices.ContainsFunc(want.GPUs, func(w config.Want) bool { return w.Compute.MPS }) {
+		out.Unknown = append(slices.Clone(f.unknown), "whether a supervisor keeps MPS daemons on the node")
+	}
 	out.Open = mistakes(file.Prove(want, in.Inventory))
 	in.Wanted = want.GPUs
 	then := plan.Foresee(in, f.snap.basis.halted)

@@ -152,6 +152,8 @@ type Caps interface {
 	Sound(key string) (bool, error)
 	// Limit returns the limit of a GPU in an allocation's page, in bytes.
 	Limit(key string, u gpu.UUID) (uint64, error)
+	// Percent returns the share of a GPU's SMs in an allocation's page, in percent; 0 if it has none.
+	Percent(key string, u gpu.UUID) (int, error)
 	Remove(key string) error
 	// List returns the keys of allocations that have pages.
 	List() ([]string, error)

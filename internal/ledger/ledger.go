@@ -467,8 +467,8 @@ func (l *Ledger) Learn(id string, grants []Grant) {
 	l.edit(id, func(a *allocation) { a.learn(grants) })
 }
 
-// learn takes unknown caps, with the size of units or the number of replicas, from another record
-// of the same pieces.
+// learn takes unknown caps, with the size of units or the number of replicas, and the shares of the SMs, from
+// another record of the same pieces.
 func (a *allocation) learn(grants []Grant) {
 	if len(grants) != len(a.Grants) {
 		return
@@ -477,7 +477,7 @@ func (a *allocation) learn(grants []Grant) {
 		if g := &grants[i]; g.GPU == a.Grants[i].GPU && piece.Same(g.Piece, a.Grants[i].Piece) && g.Cap.Known &&
 			!a.Grants[i].Cap.Known {
 			a.Grants = slices.Clone(a.Grants) // others may read it
-			a.Grants[i].Piece, a.Grants[i].Cap = g.Piece, g.Cap
+			a.Grants[i].Piece, a.Grants[i].Cap, a.Grants[i].Compute = g.Piece, g.Cap, g.Compute
 		}
 	}
 }

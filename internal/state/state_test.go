@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -35,14 +36,14 @@ func allocation(n int) Allocation {
 	units := piece.SetOf([]int{n, n + 1, n + 7})
 	return Allocation{Key: fmt.Sprint("key-", n), Allocated: noon.Add(time.Duration(n) * time.Second),
 		Record: ledger.Record{Owner: ledger.DevicePlugin, Resource: "example.com/gpu-mem",
-			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: piece.Units{Set: units, Unit: 1024}, Cap: piece.CapOf(3 << 30)}}}}
+			Grants: []ledger.Grant{{GPU: "GPU-a", Piece: piece.Units{Set: units, Unit: 1024}, Cap: piece.CapOf(3 << 30), Compute: compute.Share{Ceiling: 26}}}}}
 }
 
 var full = Document{
 	Boot:       "b1",
 	GPUs:       []gpu.Device{{Index: 1, UUID: "GPU-a", Memory: 81920, MIG: gpu.MIG{Capable: true, Profiles: []gpu.Profile{{Name: "1g.10gb"}}, Instances: []gpu.Instance{{Profile: "1g.10gb", GI: 3}}}}},
 	Faults:     []health.Record{{GPU: "GPU-a", Xid: 79, Class: health.ClassLost, Since: noon}},
-	Layouts:    []Layout{{GPU: "GPU-a", Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindUnits, N: 79}}, Until: noon}}},
+	Layouts:    []Layout{{GPU: "GPU-a", Past: plan.Past{Layout: plan.Layout{Division: piece.Division{Kind: piece.KindUnits, N: 79}, Compute: compute.Sharing{MPS: true, Factor: 2.5, Max: 80}}, Until: noon}}},
 	TimeSlices: map[gpu.UUID]gpu.TimeSlice{"GPU-b": gpu.TimeSliceLong, "GPU-a": gpu.TimeSliceShort},
 }
 

@@ -26,3 +26,21 @@ func (p *Pages) Limit(key string, u gpu.UUID) (uint64, error) {
 	bytes := page.load(atLimit)
 	return bytes, page.unmap()
 }
+
+// Percent returns the share of a GPU's SMs in an allocation's page, in percent; 0 if it has none of its own.
+// Its errors are those of Limit; gpu.ErrInvalid also means that the page has no percentage there.
+func (p *Pages) Percent(key string, u gpu.UUID) (int, error) {
+	if _, err := p.Limit(key, u); err != nil {
+		return 0, err
+	}
+	page, err := mapPage(filepath.Join(p.dir, key, string(u)))
+	if err != nil {
+		return 0, err
+	}
+	percent := page.load(atPercent)
+	if percent > 100 {
+		return 0, errors.Join(fmt.Errorf("the limit page of allocation %s for %s has a share of %d percent: %w",
+			key, u, percent, gpu.ErrInvalid), page.unmap())
+	}
+	return int(percent), page.unmap()
+}

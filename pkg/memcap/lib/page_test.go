@@ -62,6 +62,34 @@ func TestPageBytes(t *testing.T) {
 	}
 }
 
+// A page tells the share of the SMs that was written last; no page, and no percentage, are errors.
+func TestPercentOfAPage(t *testing.T) {
+	p := somePages(t)
+	for _, percent := range []int{26, 0, 100} {
+		paths, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 4 << 30, Percent: percent}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := p.Percent(aKey, aGPU); err != nil || got != percent {
+			t.Errorf("%d, %v, want %d", got, err, percent)
+		}
+		page, err := mapPage(paths[aGPU].Limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		page.store(atPercent, 101)
+		if got, err := p.Percent(aKey, aGPU); !errors.Is(err, gpu.ErrInvalid) {
+			t.Errorf("101 percent are %d, %v", got, err)
+		}
+		if err := page.unmap(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, err := p.Percent("other", aGPU); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("without a page: %d, %v", got, err)
+	}
+}
+
 func inode(t *testing.T, path string) uint64 {
 	t.Helper()
 	info, err := os.Stat(path)
