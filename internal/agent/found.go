@@ -111,7 +111,7 @@ func (f *finder) look(ctx context.Context, inv *gpu.Inventory, s *setups, layout
 			f.putRight(ctx, d, s, g.Mode, allocations)
 		}
 	}
-	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: s.around.MPS}
+	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: s.around.MPS, MPSDirs: s.around.MPSDirs}
 	for i := range inv.GPUs {
 		n.GPUs = append(n.GPUs, f.gpu(&inv.GPUs[i], s, layouts, others, allocations))
 	}

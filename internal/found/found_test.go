@@ -59,6 +59,20 @@ var changes = map[status.Reason]struct {
 	status.ModesetOn:     {func(n *Node, _ *GPU) { n.Modeset = true }, []string{"nvidia_drm", "modeset=0"}},
 }
 
+// A daemon of MPS whose process is not seen is found by its sockets; both are told together.
+func TestMPSByItsSockets(t *testing.T) {
+	n := untouched()
+	n.MPSDirs = []string{"/tmp/nvidia-mps", "/a\nb", "/c", "/d", "/e"}
+	got := Look(n)
+	if len(got) != 1 || got[0].Reason != status.MPSDaemonElsewhere || !strings.Contains(got[0].Message, "in /tmp/nvidia-mps, /a?b, /c, /d and 1 more") {
+		t.Errorf("%+v", got)
+	}
+	n.MPS = []gpu.Client{daemon}
+	if got := Look(n); len(got) != 1 || !strings.Contains(got[0].Message, "1234 (nvidia-cuda-mps), and has sockets") {
+		t.Errorf("%+v", got)
+	}
+}
+
 // Each kind is found where it is, alone, with what to do; and a node with none of them says nothing.
 func TestEachKindThereAndGone(t *testing.T) {
 	if got := Look(untouched()); len(got) > 0 {

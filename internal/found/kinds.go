@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -131,10 +132,18 @@ var kinds = []kind{
 		code:   status.MPSDaemonElsewhere,
 		ofNode: true,
 		find: func(n *Node, _ *GPU) string {
-			if len(n.MPS) == 0 {
-				return ""
+			var what []string
+			if len(n.MPS) > 0 {
+				what = append(what, "runs programs of MPS that are not the agent's: "+processes(n.MPS))
 			}
-			return "runs programs of MPS that are not the agent's: " + processes(n.MPS)
+			if len(n.MPSDirs) > 0 {
+				dirs := make([]string, len(n.MPSDirs)) // as of processes
+				for i, dir := range n.MPSDirs[:min(len(dirs), mostNamed)] {
+					dirs[i] = text(dir)
+				}
+				what = append(what, "has sockets of MPS that are not the agent's, in "+brief.List(dirs, mostNamed))
+			}
+			return strings.Join(what, ", and ")
 		},
 		means: "such a daemon may set the GPUs' compute mode to EXCLUSIVE_PROCESS",
 		do: always("take the program that started them off the node, or run: " +

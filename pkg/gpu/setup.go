@@ -53,6 +53,9 @@ type Surroundings struct {
 	Modeset bool
 	// MPS are the control daemons and servers of MPS, by PID: processes that call themselves so.
 	MPS []Client
+	// MPSDirs are the directories with sockets on which a control daemon of MPS listens
+	// (CUDA_MPS_PIPE_DIRECTORY), sorted. They are those of the host's own network namespace.
+	MPSDirs []string
 }
 
 // ComputeMode limits the number of processes that may compute on a GPU. A value that this version does not
