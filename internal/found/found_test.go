@@ -48,7 +48,11 @@ var changes = map[status.Reason]struct {
 	status.MPSElsewhere: {func(_ *Node, g *GPU) { g.Setup.Processes = append(g.Setup.Processes, daemon) },
 		[]string{"1234 (nvidia-cuda-mps)", "echo quit"}},
 	status.MPSDaemonElsewhere: {func(n *Node, _ *GPU) { n.MPS = []gpu.Client{daemon} }, []string{"the node", "1234 (nvidia-cuda-mps)"}},
-	status.ECCPending:         {func(_ *Node, g *GPU) { g.Setup.ECCPending = no() }, []string{"ECC off after", "nvidia-smi -i 3 -e 1"}},
+	status.LimitElsewhere: {func(_ *Node, g *GPU) {
+		g.Setup.Limits = []gpu.CgroupLimit{{Cgroup: "/kubepods", Limit: gpu.MemoryLimit{Bytes: 8 << 30, Guaranteed: 1 << 30}, Pods: true},
+			{Cgroup: "/x", Limit: gpu.MemoryLimit{Bytes: ^uint64(0), Guaranteed: 2 << 20}}}
+	}, []string{"/kubepods (at most 8192 MiB, 1024 MiB guaranteed, of pods), /x (2 MiB guaranteed)", "reboot"}},
+	status.ECCPending: {func(_ *Node, g *GPU) { g.Setup.ECCPending = no() }, []string{"ECC off after", "nvidia-smi -i 3 -e 1"}},
 	status.ECCOff: {func(_ *Node, g *GPU) { g.Setup.ECC, g.Setup.ECCPending = no(), no() },
 		[]string{"ECC off", "nvidia-smi -i 3 -e 1"}},
 	status.PersistenceOff: {func(_ *Node, g *GPU) { g.Setup.Persistence = no() }, []string{"nvidia-smi -i 3 -pm 1"}},
