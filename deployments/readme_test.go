@@ -60,6 +60,7 @@ func agentPage(t *testing.T) string {
 				Driver:            "580", CUDA: "13.0", Partition: status.Partition{Name: "default", State: "applied"},
 				Watchdog:  status.Watchdog{State: status.WatchdogRunning},
 				Policies:  []status.Policy{{Name: "gpu-agent", State: status.PolicyHeld}},
+				Found:     []status.Condition{{Type: status.Noted, Cause: status.Cause{Reason: status.AccountingOn}, Subject: "GPU-1"}},
 				Resources: []status.Resource{{Name: "r", Registered: true, Free: 3, Largest: 2}},
 				Containers: []status.Container{{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1", CapMiB: new(uint64(4)), UsedMiB: new(uint64(3)), Guarantee: "api",
 					ComputePercent: 26, Compute: &compute.Held{Guarantee: compute.Ceiling, Ceiling: 26}}},

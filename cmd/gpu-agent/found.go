@@ -33,7 +33,7 @@ func look(ctx context.Context, c console, d *driverFlags, modes modesOf) (*gpu.I
 		return nil, nil, err
 	}
 	around := driver.Surroundings()
-	n := found.Node{Driver: inv.Driver, Modeset: around.Modeset, MPS: around.MPS}
+	n := found.Node{Driver: inv.Driver, Modeset: around.Modeset, MPS: around.MPS, MPSDirs: around.MPSDirs}
 	of := modes(&inv)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]

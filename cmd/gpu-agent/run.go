@@ -223,7 +223,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 	}
 	proc := node.NewProc(f.driver.proc)
 	defer proc.Close()
-	d.worlds.Setups, d.worlds.PodOf = d.driver, func(pid int) string {
+	d.worlds.Setups, d.worlds.PodOf = guard.Setups{Driver: d.driver, Limits: limiter}, func(pid int) string {
 		o, err := proc.Container(pid)
 		if err != nil {
 			return "" // it has ended, or is in no pod's container

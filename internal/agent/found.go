@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -78,7 +79,9 @@ type finder struct {
 	world Setups
 	podOf func(pid int) string
 	log   *slog.Logger
-	event func(workload.Pod, agentkube.EventType, string, string)
+	// stateDir is the agent's own directory.
+	stateDir string
+	event    func(workload.Pod, agentkube.EventType, string, string)
 	// refused is why a compute mode could not be set, by GPU. It ends with the next reading, whose
 	// time is readAt.
 	refused map[gpu.UUID]string
@@ -88,7 +91,7 @@ type finder struct {
 }
 
 func newFinder(o *Options, w *Worlds) *finder {
-	f := &finder{world: w.Setups, podOf: w.PodOf, log: o.Log, refused: map[gpu.UUID]string{},
+	f := &finder{world: w.Setups, podOf: w.PodOf, log: o.Log, stateDir: o.StateDir, refused: map[gpu.UUID]string{},
 		event: func(workload.Pod, agentkube.EventType, string, string) {}}
 	if w.Cluster != nil {
 		f.event = w.Cluster.Event
@@ -114,7 +117,7 @@ func (f *finder) look(ctx context.Context, inv *gpu.Inventory, s *setups, layout
 			f.putRight(ctx, d, s, g.Mode, allocations)
 		}
 	}
-	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: f.foreign(s.around.MPS)}
+	n := found.Node{Driver: inv.Driver, Modeset: s.around.Modeset, MPS: f.foreign(s.around.MPS), MPSDirs: f.foreignDirs(s.around.MPSDirs)}
 	for i := range inv.GPUs {
 		n.GPUs = append(n.GPUs, f.gpu(&inv.GPUs[i], s, layouts, others, allocations))
 	}
@@ -142,6 +145,11 @@ func (f *finder) gpu(d *gpu.Device, s *setups, layouts map[gpu.UUID]plan.Layout,
 // foreign returns the processes that are no daemons and servers of MPS of the agent's own.
 func (f *finder) foreign(all []gpu.Client) []gpu.Client {
 	return slices.DeleteFunc(slices.Clone(all), func(c gpu.Client) bool { return f.ours(c.PID) })
+}
+
+// foreignDirs returns the directories that are not those of the agent's own daemons.
+func (f *finder) foreignDirs(all []string) []string {
+	return slices.DeleteFunc(slices.Clone(all), func(dir string) bool { return mps.Owns(f.stateDir, dir) })
 }
 
 // owners returns the processes that belong to no pod with an allocation on the GPU.

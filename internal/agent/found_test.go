@@ -344,7 +344,10 @@ func TestRemarksThereAndGone(t *testing.T) {
 		for i := range 3 {
 			o.left.set(i, func(s *gpu.Setup) { s.Persistence = new(false) })
 		}
-		o.left.with(func() { o.left.around.Modeset = true })
+		o.left.with(func() {
+			o.left.around.Modeset = true
+			o.left.around.MPSDirs = []string{"/state/mps/GPU-1/control", "/state/mps/GPU-1/pipe"} // the agent's own
+		})
 		o.left.set(2, func(s *gpu.Setup) { s.Fabric = gpu.FabricInProgress })
 		later()
 		b.wantState("applied")

@@ -20,8 +20,10 @@ type Node struct {
 	// Modeset is true if the kernel's display driver (nvidia_drm) holds the GPUs.
 	Modeset bool
 	// MPS are the MPS control daemons and servers that run on the node, by PID.
-	MPS  []gpu.Client
-	GPUs []GPU
+	MPS []gpu.Client
+	// MPSDirs are the directories with their sockets.
+	MPSDirs []string
+	GPUs    []GPU
 }
 
 // GPU is what was read of one GPU, and what it is to be.

@@ -48,7 +48,11 @@ var changes = map[status.Reason]struct {
 	status.MPSElsewhere: {func(_ *Node, g *GPU) { g.Setup.Processes = append(g.Setup.Processes, daemon) },
 		[]string{"1234 (nvidia-cuda-mps)", "echo quit"}},
 	status.MPSDaemonElsewhere: {func(n *Node, _ *GPU) { n.MPS = []gpu.Client{daemon} }, []string{"the node", "1234 (nvidia-cuda-mps)"}},
-	status.ECCPending:         {func(_ *Node, g *GPU) { g.Setup.ECCPending = no() }, []string{"ECC off after", "nvidia-smi -i 3 -e 1"}},
+	status.LimitElsewhere: {func(_ *Node, g *GPU) {
+		g.Setup.Limits = []gpu.CgroupLimit{{Cgroup: "/kubepods", Limit: gpu.MemoryLimit{Bytes: 8 << 30, Guaranteed: 1 << 30}, Pods: true},
+			{Cgroup: "/x", Limit: gpu.MemoryLimit{Bytes: ^uint64(0), Guaranteed: 2 << 20}}}
+	}, []string{"/kubepods (at most 8192 MiB, 1024 MiB guaranteed, of pods), /x (2 MiB guaranteed)", "reboot"}},
+	status.ECCPending: {func(_ *Node, g *GPU) { g.Setup.ECCPending = no() }, []string{"ECC off after", "nvidia-smi -i 3 -e 1"}},
 	status.ECCOff: {func(_ *Node, g *GPU) { g.Setup.ECC, g.Setup.ECCPending = no(), no() },
 		[]string{"ECC off", "nvidia-smi -i 3 -e 1"}},
 	status.PersistenceOff: {func(_ *Node, g *GPU) { g.Setup.Persistence = no() }, []string{"nvidia-smi -i 3 -pm 1"}},
@@ -57,6 +61,20 @@ var changes = map[status.Reason]struct {
 	status.ClocksLowered: {func(_ *Node, g *GPU) { g.Setup.Clock.Now = 1200 }, []string{"1200 of 1980 MHz", "nvidia-smi -i 3 -rgc"}},
 	status.AccountingOn:  {func(_ *Node, g *GPU) { g.Setup.Accounting = yes() }, []string{"accounting", "nvidia-smi -i 3 -am 0"}},
 	status.ModesetOn:     {func(n *Node, _ *GPU) { n.Modeset = true }, []string{"nvidia_drm", "modeset=0"}},
+}
+
+// A daemon of MPS whose process is not seen is found by its sockets; both are told together.
+func TestMPSByItsSockets(t *testing.T) {
+	n := untouched()
+	n.MPSDirs = []string{"/tmp/nvidia-mps", "/a\nb", "/c", "/d", "/e"}
+	got := Look(n)
+	if len(got) != 1 || got[0].Reason != status.MPSDaemonElsewhere || !strings.Contains(got[0].Message, "in /tmp/nvidia-mps, /a?b, /c, /d and 1 more") {
+		t.Errorf("%+v", got)
+	}
+	n.MPS = []gpu.Client{daemon}
+	if got := Look(n); len(got) != 1 || !strings.Contains(got[0].Message, "1234 (nvidia-cuda-mps), and has sockets") {
+		t.Errorf("%+v", got)
+	}
 }
 
 // Each kind is found where it is, alone, with what to do; and a node with none of them says nothing.

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -131,14 +132,39 @@ var kinds = []kind{
 		code:   status.MPSDaemonElsewhere,
 		ofNode: true,
 		find: func(n *Node, _ *GPU) string {
-			if len(n.MPS) == 0 {
-				return ""
+			var what []string
+			if len(n.MPS) > 0 {
+				what = append(what, "runs programs of MPS that are not the agent's: "+processes(n.MPS))
 			}
-			return "runs programs of MPS that are not the agent's: " + processes(n.MPS)
+			if len(n.MPSDirs) > 0 {
+				dirs := make([]string, len(n.MPSDirs)) // as of processes
+				for i, dir := range n.MPSDirs[:min(len(dirs), mostNamed)] {
+					dirs[i] = text(dir)
+				}
+				what = append(what, "has sockets of MPS that are not the agent's, in "+brief.List(dirs, mostNamed))
+			}
+			return strings.Join(what, ", and ")
 		},
 		means: "such a daemon may set the GPUs' compute mode to EXCLUSIVE_PROCESS",
 		do: always("take the program that started them off the node, or run: " +
 			"echo quit | CUDA_MPS_PIPE_DIRECTORY=DIRECTORY nvidia-cuda-mps-control"),
+	},
+	{
+		code: status.LimitElsewhere,
+		find: func(_ *Node, g *GPU) string {
+			names := make([]string, len(g.Setup.Limits)) // as of processes
+			for i, l := range g.Setup.Limits[:min(len(names), mostNamed)] {
+				names[i] = fmt.Sprintf("%s (%s)", text(l.Cgroup), limitWords(l))
+			}
+			if len(names) == 0 {
+				return ""
+			}
+			return "has memory limits in the driver that are not the agent's: " + brief.List(names, mostNamed)
+		},
+		means: "the processes of such a cgroup have no more together, whatever each container was granted, " +
+			"and what is guaranteed to them others cannot have",
+		do: always("take the program that set them off the node; the end of a cgroup ends its limit, " +
+			"and so does a reboot"),
 	},
 	{
 		code: status.ECCPending,
@@ -259,6 +285,21 @@ func word(on bool) string {
 		return "on"
 	}
 	return "off"
+}
+
+// limitWords says what a limit is, and whether pods are below it.
+func limitWords(l gpu.CgroupLimit) string {
+	var words []string
+	if l.Limit.Bytes != ^uint64(0) {
+		words = append(words, fmt.Sprintf("at most %d MiB", l.Limit.Bytes>>20))
+	}
+	if l.Limit.Guaranteed > 0 {
+		words = append(words, fmt.Sprintf("%d MiB guaranteed", l.Limit.Guaranteed>>20))
+	}
+	if l.Pods {
+		words = append(words, "of pods")
+	}
+	return strings.Join(words, ", ")
 }
 
 // watts writes milliwatts as watts.

@@ -115,6 +115,21 @@ func TestLimiter(t *testing.T) {
 	if m, err := driver.MemoryLimit(ctx, u, hierarchy+path); err != nil || m.Bytes != 4<<30 || m.Guaranteed != 0 {
 		t.Errorf("%+v, %v, want 4 GiB, and no guarantee: it would stay with the cgroups above", m, err)
 	}
+	// A limit of another owner on the cgroup above, and none of the container's own.
+	made := slices.Clone(calls)
+	above := filepath.Dir(filepath.Dir(path))
+	if err := driver.SetMemoryLimit(ctx, u, hierarchy+above, 8<<30); err != nil {
+		t.Fatal(err)
+	}
+	others, err := lim.Others(ctx, u)
+	others = slices.DeleteFunc(others, func(c gpu.CgroupLimit) bool { return !strings.HasPrefix(c.Cgroup, path[:20]) })
+	if err != nil || len(others) != 1 || others[0].Cgroup != above || others[0].Limit.Bytes != 8<<30 || !others[0].Pods {
+		t.Errorf("others' limits are %+v, %v", others, err)
+	}
+	if err := driver.SetMemoryLimit(ctx, u, hierarchy+above, lib.None); err != nil {
+		t.Error(err)
+	}
+	calls = made
 	if err := lim.Limit(ctx, u, own, lib.None); err != nil {
 		t.Error(err)
 	}

@@ -108,6 +108,59 @@ func (l ByCgroup) Able(ctx context.Context, u gpu.UUID) error {
 	return nil
 }
 
+// Others returns the driver's limits on a GPU for cgroups that belong to no container. An error of the
+// driver ends the list.
+func (l ByCgroup) Others(ctx context.Context, u gpu.UUID) (out []gpu.CgroupLimit, err error) {
+	for _, c := range l.Runtime.OtherCgroups() {
+		is, err := l.Driver.MemoryLimit(ctx, u, c.Dir)
+		switch {
+		case err == nil:
+			out = append(out, gpu.CgroupLimit{Cgroup: c.Path, Limit: is, Pods: c.Pods})
+		case errors.Is(err, gpu.ErrNotSupported):
+			return nil, nil // an old driver, or a GPU in MIG mode
+		case !errors.Is(err, gpu.ErrNotFound):
+			return out, err
+		}
+	}
+	return out, nil
+}
+
+// Setups reads how GPUs are set, with the driver's limits of cgroups.
+type Setups struct {
+	Driver interface {
+		Setup(context.Context, gpu.UUID) (gpu.Setup, error)
+		Surroundings(context.Context) (gpu.Surroundings, error)
+		ResetComputeMode(context.Context, gpu.UUID) error
+		SetComputeMode(context.Context, gpu.UUID, gpu.ComputeMode) error
+	}
+	Limits ByCgroup
+}
+
+// Setup returns what can be read, also beside an error.
+func (s Setups) Setup(ctx context.Context, u gpu.UUID) (gpu.Setup, error) {
+	is, err := s.Driver.Setup(ctx, u)
+	if err != nil {
+		return is, err
+	}
+	is.Limits, err = s.Limits.Others(ctx, u)
+	return is, err
+}
+
+// Surroundings is the driver's.
+func (s Setups) Surroundings(ctx context.Context) (gpu.Surroundings, error) {
+	return s.Driver.Surroundings(ctx)
+}
+
+// ResetComputeMode is the driver's.
+func (s Setups) ResetComputeMode(ctx context.Context, u gpu.UUID) error {
+	return s.Driver.ResetComputeMode(ctx, u)
+}
+
+// SetComputeMode is the driver's.
+func (s Setups) SetComputeMode(ctx context.Context, u gpu.UUID, to gpu.ComputeMode) error {
+	return s.Driver.SetComputeMode(ctx, u, to)
+}
+
 // Limit sets the limit and reads it back.
 func (l ByCgroup) Limit(ctx context.Context, u gpu.UUID, o node.Owner, bytes uint64) error {
 	dir, err := l.Runtime.CgroupDir(o)

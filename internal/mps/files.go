@@ -25,6 +25,11 @@ func PipeDir(stateDir string, u gpu.UUID) string {
 	return filepath.Join(stateDir, rootDir, string(u), "pipe")
 }
 
+// Owns reports whether a directory is one of a daemon that this package keeps for a state directory.
+func Owns(stateDir, dir string) bool {
+	return strings.HasPrefix(dir, filepath.Join(stateDir, rootDir)+"/")
+}
+
 // files are a GPU's directories and files.
 type files struct{ base string }
 

@@ -52,6 +52,61 @@ func (r *Runtime) PodsCgroup() (string, error) {
 	return podsCgroup(os.DirFS(at), at, at == r.o.Cgroups)
 }
 
+// OtherCgroup is a cgroup that is no container's.
+type OtherCgroup struct {
+	// Path is below the root of the unified hierarchy, and Dir its directory as this process sees it.
+	Path, Dir string
+	// Pods is true if it is the kubelet's, or a pod's.
+	Pods bool
+}
+
+// othersDepth is how deep OtherCgroups looks: a pod's cgroup is at most there.
+const othersDepth = 4
+
+// OtherCgroups lists the cgroups of the unified hierarchy that belong to no container: those of the host's
+// services, of the kubelet and of pods. It returns at most 256, and none where the host has no such
+// hierarchy.
+func (r *Runtime) OtherCgroups() []OtherCgroup {
+	base, at, err := unified(r.o.Cgroups)
+	if r.o.Cgroups == "" || err != nil {
+		return nil
+	}
+	unix.Close(base)
+	return otherCgroups(os.DirFS(at), at)
+}
+
+func otherCgroups(root fs.FS, at string) (out []OtherCgroup) {
+	// What cannot be read has ended.
+	_ = fs.WalkDir(root, ".", func(name string, e fs.DirEntry, err error) error {
+		switch {
+		case err != nil || !e.IsDir() || name == ".":
+			return nil
+		case len(out) >= mostOthers:
+			return fs.SkipAll
+		}
+		owner, container := ownerByPath([]byte("/" + name))
+		if container || owner.PodUID != "" && isBelowPod(name) {
+			return fs.SkipDir // a container's, or what a pod has made for itself
+		}
+		out = append(out, OtherCgroup{Path: "/" + name, Dir: path.Join(at, name),
+			Pods: owner.PodUID != "" || strings.Contains(name, "kubepods")})
+		if strings.Count(name, "/") >= othersDepth-1 {
+			return fs.SkipDir
+		}
+		return nil
+	})
+	return out
+}
+
+// isBelowPod reports whether a cgroup is below that of a pod.
+func isBelowPod(name string) bool {
+	above, _ := ownerByPath([]byte("/" + path.Dir(name)))
+	return above.PodUID != ""
+}
+
+// mostOthers bounds the cgroups that OtherCgroups returns.
+const mostOthers = 256
+
 // podsDepth is how deep below the root the kubelet's top cgroup is looked for: --cgroup-root can name
 // a place for it. mostCgroups bounds the search.
 const podsDepth, mostCgroups = 3, 4096

@@ -97,3 +97,34 @@ func TestPodsCgroup(t *testing.T) {
 		t.Errorf("without a hierarchy: %v", err)
 	}
 }
+
+// TestOtherCgroups: those of services, of the kubelet and of pods; none of a container, and nothing that a pod makes.
+func TestOtherCgroups(t *testing.T) {
+	id := strings.Repeat("0123456789abcdef", 4)
+	root := fstest.MapFS{}
+	for _, dir := range []string{"system.slice/a.service", "kubepods/besteffort/pod1/" + id + "/inner", "kubepods/besteffort/pod1/own",
+		"kubepods.slice/kubepods-pod2.slice/cri-containerd-" + id + ".scope", "a/b/c/d/e"} {
+		root[dir+"/cgroup.procs"] = &fstest.MapFile{}
+	}
+	var got []string
+	for _, c := range otherCgroups(root, "/at") {
+		if c.Dir != "/at"+c.Path {
+			t.Errorf("%+v", c)
+		}
+		got = append(got, fmt.Sprintf("%s %v", c.Path, c.Pods))
+	}
+	want := "/a false, /a/b false, /a/b/c false, /a/b/c/d false, /kubepods true, /kubepods/besteffort true, /kubepods/besteffort/pod1 true, " +
+		"/kubepods.slice true, /kubepods.slice/kubepods-pod2.slice true, /system.slice false, /system.slice/a.service false"
+	if strings.Join(got, ", ") != want {
+		t.Errorf("got  %s\nwant %s", strings.Join(got, ", "), want)
+	}
+	for i := range 2 * mostOthers {
+		root[fmt.Sprintf("x%d/y", i)] = &fstest.MapFile{}
+	}
+	if n := len(otherCgroups(root, "/at")); n != mostOthers {
+		t.Errorf("of many there are %d", n)
+	}
+	if all := NewRuntime(RuntimeOptions{}).OtherCgroups(); all != nil {
+		t.Errorf("without a view of cgroups: %v", all)
+	}
+}

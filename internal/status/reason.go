@@ -70,6 +70,7 @@ const (
 	ClocksLowered      Reason = "ClocksLowered"
 	AccountingOn       Reason = "AccountingOn"
 	ModesetOn          Reason = "ModesetOn"
+	LimitElsewhere     Reason = "LimitElsewhere"
 )
 
 // Reasons about MPS daemons, and the GPUs that have one.

@@ -29,6 +29,17 @@ type Setup struct {
 	Recovery Recovery
 	// Processes are those that the driver lists on the GPU, by PID, each once.
 	Processes []Client
+	// Limits are the driver's memory limits of cgroups that belong to no container, by cgroup. The
+	// driver does not list them: the caller that knows the cgroups adds them.
+	Limits []CgroupLimit
+}
+
+// CgroupLimit is the driver's memory limit of a cgroup, by its path below the hierarchy's root.
+type CgroupLimit struct {
+	Cgroup string
+	Limit  MemoryLimit
+	// Pods is true if pods are in the cgroup.
+	Pods bool
 }
 
 // Setting is a setting that can be changed, with the value that it has after the driver was loaded.
@@ -53,6 +64,9 @@ type Surroundings struct {
 	Modeset bool
 	// MPS are the control daemons and servers of MPS, by PID: processes that call themselves so.
 	MPS []Client
+	// MPSDirs are the directories with sockets on which a control daemon of MPS listens
+	// (CUDA_MPS_PIPE_DIRECTORY), sorted. They are those of the host's own network namespace.
+	MPSDirs []string
 }
 
 // ComputeMode limits the number of processes that may compute on a GPU. A value that this version does not

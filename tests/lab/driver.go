@@ -361,6 +361,12 @@ func (d *Driver) SetHealth(ctx context.Context, index int, figures string) error
 	return err
 }
 
+// Setup changes how a GPU is set, as an earlier owner would have left it: JSON, with what differs.
+func (d *Driver) Setup(ctx context.Context, index int, settings string) error {
+	_, err := d.control(ctx, "setup", "--gpu", strconv.Itoa(index), settings)
+	return err
+}
+
 // Unplug takes a GPU out of the machine, its device node with it.
 func (d *Driver) Unplug(ctx context.Context, index int) error {
 	_, err := d.control(ctx, "unplug", "--gpu", strconv.Itoa(index))

@@ -65,6 +65,7 @@
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
 //	allocations                                 allocations that have not ended
+//	left_behind{gpu,code,matters}               1 for what an earlier owner has left; the empty GPU is the node
 //	partition_state{partition,state}            1 for the present state, 0 for the others
 //	partition_generation                        grows by one with each accepted partition
 //	plugin_request_duration_seconds{resource,method,code}   histogram of kubelet calls

@@ -231,6 +231,8 @@ var (
 		"gpu")
 	gpuHealthy = gauge("gpu_healthy", "Whether the GPU is healthy: 1 or 0.", "gpu")
 	gpuFault   = gauge("gpu_fault", "A fault of the GPU by its class; 1 while there is one.", "gpu", "class")
+	left       = gauge("left_behind", "What an earlier owner has left on a GPU, by its code, and whether it keeps the "+
+		"partition from working (matters); 1 while it is there. The empty GPU is the node.", "gpu", "code", "matters")
 	registered = gauge("plugin_registered", "Whether the kubelet receives the list of the resource's devices and "+
 		"knows them: 1 or 0.", "resource")
 	hangs      = gauge("driver_hangs", "Whether the driver does not answer, so that hardware work waits: 1 or 0.")
@@ -347,6 +349,13 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	for _, p := range s.Policies {
 		if p.State != status.PolicyUnknown {
 			send(policyHeld, obs.Truth(p.State == status.PolicyHeld), p.Name)
+		}
+	}
+	found := map[string]bool{} // two of a kind would make the whole scrape fail
+	for _, c := range s.Found {
+		if key := c.Subject + " " + string(c.Reason); !found[key] {
+			found[key] = true
+			send(left, 1, c.Subject, string(c.Reason), strconv.FormatBool(c.Type != status.Noted))
 		}
 	}
 	// Two GPUs with the same UUID would make the whole scrape fail.

@@ -113,12 +113,40 @@ func used() *Metrics {
 	return m
 }
 
+// leftBehind is what earlier owners have left on a GPU and on the node.
+func leftBehind() []status.Condition {
+	return []status.Condition{
+		{Type: status.Failed, Cause: status.Cause{Reason: status.ComputeModeSet}, Subject: "GPU-1"},
+		{Type: status.Noted, Cause: status.Cause{Reason: status.ModesetOn}},
+	}
+}
+
+// What earlier owners have left is there as long as the status has it.
+func TestMetricsOfWhatIsFound(t *testing.T) {
+	var found []status.Condition
+	addr := serve(t, Options{Status: func() status.Status { return status.Status{Found: found} }})
+	if _, body := get(t, addr, "/metrics"); strings.Contains(body, "gpu_agent_left_behind{") {
+		t.Errorf("a node with nothing has\n%s", body)
+	}
+	found = leftBehind()
+	_, body := get(t, addr, "/metrics")
+	for _, want := range []string{
+		`gpu_agent_left_behind{code="ComputeModeSet",gpu="GPU-1",matters="true"} 1`,
+		`gpu_agent_left_behind{code="ModesetOn",gpu="",matters="false"} 1`,
+	} {
+		if !strings.Contains(body, want+"\n") {
+			t.Errorf("no line %s", want)
+		}
+	}
+}
+
 // Every metric has a help text, follows Prometheus' naming, and stands in the
 // package comment's table, which has no other.
 func TestMetricNames(t *testing.T) {
 	families, err := used().registry(&Options{Account: sampleAccount(), Status: func() status.Status {
 		s := sample()
 		s.GPUs = append(s.GPUs, cards().GPUs...)
+		s.Found = leftBehind()
 		return s
 	}}).Gather()
 	if err != nil {
@@ -264,6 +292,7 @@ func TestMetricsPage(t *testing.T) {
 func TestMetricsOfOddStatus(t *testing.T) {
 	for _, s := range []status.Status{
 		{},
+		{Found: append(leftBehind(), leftBehind()...)},
 		{Driver: "bad \xff", GPUs: []status.GPU{{UUID: "GPU-a", Model: "\xfe"}, {UUID: "GPU-a"}, {}, {}}},
 		{Watchdog: status.Watchdog{State: status.WatchdogRunning}, GPUs: []status.GPU{{UUID: "GPU-a"}, {UUID: "GPU-a", NoPod: 1}}},
 		// A container that started again, seen twice; and one of every word a

@@ -198,6 +198,18 @@ func TestSurroundings(t *testing.T) {
 	if got := d.Surroundings(); !reflect.DeepEqual(got, want) {
 		t.Errorf("the node shows %+v, want %+v", got, want)
 	}
+	sockets := filepath.Join(n.opts.ProcRoot, "1/net/unix")
+	write(sockets, `Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0005 01 4711 /tmp/nvidia-mps/control_privileged
+0000000000000000: 00000002 00000000 00010000 0005 01 4712 /tmp/nvidia-mps/control
+0000000000000000: 00000002 00000000 00010000 0005 01 4713 /run/another one/control
+0000000000000000: 00000002 00000000 00010000 0001 01 4714 @/tmp/abstract/control
+0000000000000000: 00000003 00000000 00000000 0001 03 4715
+`)
+	t.Cleanup(func() { os.RemoveAll(filepath.Join(n.opts.ProcRoot, "1")) })
+	if got := d.Surroundings().MPSDirs; !reflect.DeepEqual(got, []string{"/tmp/nvidia-mps"}) {
+		t.Errorf("the sockets of MPS are in %q", got)
+	}
 	write(filepath.Join(drm, "parameters/modeset"), "N\n")
 	if got := d.Surroundings(); got.Modeset {
 		t.Error("modeset is on, and the kernel says N")

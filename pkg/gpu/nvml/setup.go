@@ -3,10 +3,12 @@
 package nvml
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -196,7 +198,36 @@ func (r *readings) Surroundings() gpu.Surroundings {
 		}
 	}
 	slices.SortFunc(s.MPS, func(a, b gpu.Client) int { return a.PID - b.PID })
+	s.MPSDirs = mpsDirs(filepath.Join(r.opts.ProcRoot, "1/net/unix"))
 	return s
+}
+
+// mostSockets bounds what is read of the kernel's list of sockets, in bytes.
+const mostSockets = 16 << 20
+
+// mpsDirs finds the directories of MPS in the kernel's list of sockets: a daemon listens on the two
+// sockets control and control_privileged. A list that cannot be read has none.
+func mpsDirs(list string) (dirs []string) {
+	f, err := os.Open(list)
+	if err != nil {
+		return nil
+	}
+	defer f.Close()
+	has := map[string]bool{}
+	lines := bufio.NewScanner(io.LimitReader(f, mostSockets))
+	for lines.Scan() {
+		// Num RefCount Protocol Flags Type St Inode Path; a path may have spaces
+		if _, path, ok := strings.Cut(lines.Text(), " /"); ok && strings.HasPrefix(filepath.Base(path), "control") {
+			has["/"+path] = true
+		}
+	}
+	for path := range has {
+		if dir, name := filepath.Split(path); name == "control" && has[dir+"control_privileged"] {
+			dirs = append(dirs, filepath.Clean(dir))
+		}
+	}
+	slices.Sort(dirs)
+	return dirs
 }
 
 // mpsName is how the control daemon and the servers of MPS begin the 15 bytes that the kernel keeps
