@@ -27,10 +27,10 @@ partitions:
       mode: off
 `
 
-// Compute modes, by their numbers.
+// Compute modes, as the emulated driver names them.
 const (
-	computeDefault   = 0
-	computeExclusive = 3
+	computeDefault   = "default"
+	computeExclusive = "exclusive-process"
 )
 
 // TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and are held to
@@ -144,12 +144,12 @@ func TestMPS(t *testing.T) {
 }
 
 // computeMode waits until GPU 0 has a compute mode.
-func (b *bench) computeMode(want int) {
+func (b *bench) computeMode(want string) {
 	b.Helper()
-	b.must(lab.Await(b.ctx, time.Minute, fmt.Sprintf("compute mode %d", want), func(ctx context.Context) error {
+	b.must(lab.Await(b.ctx, time.Minute, "compute mode "+want, func(ctx context.Context) error {
 		mode, err := driver.ComputeMode(ctx, 0)
 		if err == nil && mode != want {
-			err = fmt.Errorf("it is %d", mode)
+			err = fmt.Errorf("it is %s", mode)
 		}
 		return err
 	}))
