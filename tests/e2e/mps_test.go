@@ -154,3 +154,25 @@ func (b *bench) computeMode(want string) {
 		return err
 	}))
 }
+
+// TestMPSCleanup: an agent that is taken away leaves the compute mode, the daemons and their directories,
+// and the cleanup puts all of them back. It refuses while the daemons' pod runs.
+func TestMPSCleanup(t *testing.T) {
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
+	b.offers(oneSharedOffers)
+	b.computeMode(computeExclusive)
+	b.must(agent.Uninstall(b.ctx))
+	b.must(lab.Await(b.ctx, waitLong, "the cleanup to refuse", func(ctx context.Context) error {
+		clean, says, err := agent.Uninstalled(ctx)
+		if err == nil && (clean || !strings.Contains(says, "gpu-agent-mps")) {
+			err = fmt.Errorf("clean %v: %s", clean, says)
+		}
+		return err
+	}))
+	b.computeMode(computeExclusive)
+	b.must(node.RemoveComponent(b.ctx, "mps"))
+	b.cleanedUp()
+	b.computeMode(computeDefault)
+	b.must(agent.EndUninstall(b.ctx))
+}
