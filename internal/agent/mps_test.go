@@ -84,7 +84,9 @@ func (s *supervised) stateLocked() (mps.State, error) {
 			d.Answered = s.nowLocked()
 		}
 		s.daemons[w.GPU] = d
-		st.Daemons = append(st.Daemons, *d)
+		copied := *d
+		copied.Servers = slices.Clone(d.Servers)
+		st.Daemons = append(st.Daemons, copied)
 	}
 	return st, nil
 }
@@ -119,6 +121,28 @@ func (s *supervised) End(context.Context) error {
 	return nil
 }
 
+// wanted is what shall be, pid the daemon of GPU 0, told how often the supervisor was told, and ended how
+// often it was ended by the agent.
+func (s *supervised) wanted() (w []mps.Want) {
+	s.with(func() { w = slices.Clone(s.wants) })
+	return w
+}
+
+func (s *supervised) daemon() (pid int) {
+	s.with(func() { pid = s.daemons[uuid(0)].PID })
+	return pid
+}
+
+func (s *supervised) told() (n int) {
+	s.with(func() { n = s.said })
+	return n
+}
+
+func (s *supervised) ended() (n int) {
+	s.with(func() { n = s.ends })
+	return n
+}
+
 // clients gives a GPU's server clients.
 func (s *supervised) clients(u gpu.UUID, pids ...int) {
 	s.with(func() {
@@ -149,6 +173,12 @@ func (b *bench) set() (n int) {
 	return n
 }
 
+func (b *bench) percent(key string) int {
+	b.caps.mu.Lock()
+	defer b.caps.mu.Unlock()
+	return b.caps.percent[key]
+}
+
 func (b *bench) reasons() (out []status.Reason) {
 	for _, c := range b.Status().Conditions {
 		out = append(out, c.Reason)
@@ -176,8 +206,8 @@ func TestMPSWalk(t *testing.T) {
 		if b.mode() != gpu.ComputeExclusiveProcess {
 			t.Errorf("the daemon serves, and the mode is %s", b.mode())
 		}
-		if want := []mps.Want{{GPU: uuid(0), Percent: 100}}; !slices.Equal(o.mps.wants, want) {
-			t.Errorf("wanted is %+v, want %+v", o.mps.wants, want)
+		if want := []mps.Want{{GPU: uuid(0), Percent: 100}}; !slices.Equal(o.mps.wanted(), want) {
+			t.Errorf("wanted is %+v, want %+v", o.mps.wanted(), want)
 		}
 
 		b.hold("train", memResource, string(uuid(0))+"::1")
@@ -199,8 +229,8 @@ func TestMPSWalk(t *testing.T) {
 				t.Errorf("a container gets %s, which lacks %s", edits, want)
 			}
 		}
-		if strings.Contains(edits, "/dev/shm") || b.caps.percent[key] != 25 {
-			t.Errorf("percent %d in the limit page, %s", b.caps.percent[key], edits)
+		if strings.Contains(edits, "/dev/shm") || b.percent(key) != 25 {
+			t.Errorf("percent %d in the limit page, %s", b.percent(key), edits)
 		}
 
 		o.mps.with(func() { o.mps.broken[uuid(0)] = &mps.Problem{Code: mps.NotStarted, Text: "it has ended"} })
@@ -226,12 +256,12 @@ func TestMPSWalk(t *testing.T) {
 		}
 		b.with(func() { b.holdings = nil })
 		pause(time.Minute)
-		if b.mode() != gpu.ComputeDefault || len(o.mps.wants) != 0 || b.Status().GPUs[0].MPS != nil {
-			t.Errorf("containers take turns again: mode %s, wanted %+v", b.mode(), o.mps.wants)
+		if b.mode() != gpu.ComputeDefault || len(o.mps.wanted()) != 0 || b.Status().GPUs[0].MPS != nil {
+			t.Errorf("containers take turns again: mode %s, wanted %+v", b.mode(), o.mps.wanted())
 		}
-		said := o.mps.said
-		if pause(time.Hour); o.mps.said != said || b.set() > 6 {
-			t.Errorf("a GPU without MPS costs %d calls of its supervisor, and its mode was set %d times", o.mps.said-said, b.set())
+		said := o.mps.told()
+		if pause(time.Hour); o.mps.told() != said || b.set() > 6 {
+			t.Errorf("a GPU without MPS costs %d calls of its supervisor, and its mode was set %d times", o.mps.told()-said, b.set())
 		}
 	})
 }
@@ -273,7 +303,8 @@ func TestMPSRestart(t *testing.T) {
 		b.hold("train", memResource, string(uuid(0))+"::1")
 		pause(time.Minute)
 		before, _ := b.loop.gates.files.Written(b.Allocations()[0].ID)
-		modes := slices.Clone(o.left.modes)
+		var modes []string
+		o.left.with(func() { modes = slices.Clone(o.left.modes) })
 		b.end()
 
 		o.mps.with(func() { o.mps.away = true })
@@ -290,7 +321,9 @@ func TestMPSRestart(t *testing.T) {
 		if err != nil || !after.Equal(before) {
 			t.Errorf("the file is of %v, and was of %v; %v", after, before, err)
 		}
-		for _, m := range o.left.modes[len(modes):] {
+		var now []string
+		o.left.with(func() { now = slices.Clone(o.left.modes) })
+		for _, m := range now[len(modes):] {
 			if m != string(gpu.ComputeExclusiveProcess) {
 				t.Errorf("the mode was set to %s", m)
 			}
@@ -314,11 +347,11 @@ func TestMPSSuccessor(t *testing.T) {
 		if b.mode() != gpu.ComputeDefault || b.state() != "applied" {
 			t.Errorf("mode %s, state %s: %s", b.mode(), b.state(), b.message())
 		}
-		if o.mps.ends != 1 || o.mps.left {
-			t.Errorf("what is left of the daemons was ended %d times", o.mps.ends)
+		if o.mps.ended() != 1 || o.mps.Left() {
+			t.Errorf("what is left of the daemons was ended %d times", o.mps.ended())
 		}
-		if pause(time.Hour); o.mps.ends != 1 {
-			t.Errorf("it was ended %d times", o.mps.ends)
+		if pause(time.Hour); o.mps.ended() != 1 {
+			t.Errorf("it was ended %d times", o.mps.ended())
 		}
 	})
 }
@@ -341,7 +374,7 @@ func TestMPSFault(t *testing.T) {
 				defer b.end()
 				pause(time.Minute)
 				o.mps.clients(uuid(0), 41, 42)
-				first := o.mps.daemons[uuid(0)].PID
+				first := o.mps.daemon()
 				b.event <- gpu.Event{Kind: gpu.EventXid, GPU: uuid(0), Xid: 45, GI: -1, CI: -1} // a program was killed
 				pause(2 * mpsEvery)
 				b.want("applied", twoUnits, "")
@@ -349,7 +382,7 @@ func TestMPSFault(t *testing.T) {
 				fail(b)
 				pause(3 * mpsEvery)
 				b.want("pending", twoUnitsX, "")
-				if got := o.mps.wants[0].Retire.PID; got != first {
+				if got := o.mps.wanted()[0].Retire.PID; got != first {
 					t.Errorf("the daemon %d is to be replaced, want %d", got, first)
 				}
 				if e := b.sent(status.MPSFault); len(e) != 1 || !strings.Contains(e[0], "all its 2 clients") {
@@ -366,11 +399,11 @@ func TestMPSFault(t *testing.T) {
 				o.mps.clients(uuid(0))
 				pause(5 * time.Second)
 				b.want("applied", twoUnits, "")
-				if got := o.mps.daemons[uuid(0)].PID; got == first {
+				if got := o.mps.daemon(); got == first {
 					t.Error("it is the same daemon")
 				}
 				pause(time.Minute)
-				if r := o.mps.wants[0].Retire; r != (mps.Identity{}) {
+				if r := o.mps.wanted()[0].Retire; r != (mps.Identity{}) {
 					t.Errorf("the daemon %+v is still to be replaced", r)
 				}
 			})
@@ -387,12 +420,12 @@ func TestMPSFaultSuccessor(t *testing.T) {
 		o.mps.clients(uuid(0), 41)
 		Shares{b.Agent}.Fault(uuid(0), "its server serves nobody")
 		pause(time.Minute)
-		first := o.mps.wants[0].Retire
+		first := o.mps.wanted()[0].Retire
 		b.end()
 		b = start(t, o, dir, allMPS)
 		defer b.end()
 		pause(time.Minute)
-		if got := o.mps.wants[0].Retire; got != first || got.PID == 0 {
+		if got := o.mps.wanted()[0].Retire; got != first || got.PID == 0 {
 			t.Errorf("%+v is to be replaced, want %+v", got, first)
 		}
 		b.want("pending", twoUnitsX, "")
@@ -450,18 +483,18 @@ func TestMPSOrphans(t *testing.T) {
 		o.mps.clients(uuid(0))
 		o.mps.with(func() { o.mps.broken[uuid(0)] = &mps.Problem{Code: mps.Orphans, Text: "servers are left"} })
 		pause(time.Minute)
-		if o.mps.wants[0].EndOrphans {
+		if o.mps.wanted()[0].EndOrphans {
 			t.Error("servers with a client are ended")
 		}
 		o.left.set(0, func(s *gpu.Setup) { s.Processes = []gpu.Client{{PID: 9}} })
 		pause(4 * mpsEvery)
-		if !o.mps.wants[0].EndOrphans {
+		if !o.mps.wanted()[0].EndOrphans {
 			t.Error("servers without clients stay")
 		}
 		o.mps.with(func() { clear(o.mps.broken) })
 		pause(time.Minute)
 		b.want("applied", twoUnits, "")
-		if o.mps.wants[0].EndOrphans {
+		if o.mps.wanted()[0].EndOrphans {
 			t.Error("the next servers may be ended")
 		}
 	})
@@ -474,7 +507,7 @@ func TestMPSDaemonsAreOurs(t *testing.T) {
 		b := start(t, o, t.TempDir(), allMPS)
 		defer b.end()
 		pause(time.Minute)
-		pid := o.mps.daemons[uuid(0)].PID
+		pid := o.mps.daemon()
 		o.left.with(func() { o.left.around.MPS = []gpu.Client{{PID: pid, Name: "nvidia-cuda-mps"}} })
 		later()
 		if got := b.codes(); len(got) > 0 {

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -48,6 +49,7 @@ func (s *daemons) Daemons() map[gpu.UUID]Daemon {
 		if d.At.IsZero() {
 			d.At = time.Now()
 		}
+		d.Clients = maps.Clone(d.Clients)
 		out[u] = d
 	}
 	return out

@@ -27,10 +27,10 @@ partitions:
       mode: off
 `
 
-// Compute modes, by their numbers.
+// Compute modes, as the emulated driver names them.
 const (
-	computeDefault   = 0
-	computeExclusive = 3
+	computeDefault   = "default"
+	computeExclusive = "exclusive-process"
 )
 
 // TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and are held to
@@ -144,13 +144,35 @@ func TestMPS(t *testing.T) {
 }
 
 // computeMode waits until GPU 0 has a compute mode.
-func (b *bench) computeMode(want int) {
+func (b *bench) computeMode(want string) {
 	b.Helper()
-	b.must(lab.Await(b.ctx, time.Minute, fmt.Sprintf("compute mode %d", want), func(ctx context.Context) error {
+	b.must(lab.Await(b.ctx, time.Minute, "compute mode "+want, func(ctx context.Context) error {
 		mode, err := driver.ComputeMode(ctx, 0)
 		if err == nil && mode != want {
-			err = fmt.Errorf("it is %d", mode)
+			err = fmt.Errorf("it is %s", mode)
 		}
 		return err
 	}))
+}
+
+// TestMPSCleanup: an agent that is taken away leaves the compute mode, the daemons and their directories,
+// and the cleanup puts all of them back. It refuses while the daemons' pod runs.
+func TestMPSCleanup(t *testing.T) {
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
+	b.offers(oneSharedOffers)
+	b.computeMode(computeExclusive)
+	b.must(agent.Uninstall(b.ctx))
+	b.must(lab.Await(b.ctx, waitLong, "the cleanup to refuse", func(ctx context.Context) error {
+		clean, says, err := agent.Uninstalled(ctx)
+		if err == nil && (clean || !strings.Contains(says, "gpu-agent-mps")) {
+			err = fmt.Errorf("clean %v: %s", clean, says)
+		}
+		return err
+	}))
+	b.computeMode(computeExclusive)
+	b.must(node.RemoveComponent(b.ctx, "mps"))
+	b.cleanedUp()
+	b.computeMode(computeDefault)
+	b.must(agent.EndUninstall(b.ctx))
 }

@@ -98,21 +98,20 @@ type MIGOp struct {
 	Start, CI int
 }
 
-// ComputeMode is the GPU's compute mode as nvidia-smi has its number: 0 is DEFAULT, 2 PROHIBITED, 3
-// EXCLUSIVE_PROCESS.
-func (d *Driver) ComputeMode(ctx context.Context, index int) (int, error) {
+// ComputeMode is the GPU's compute mode, as the emulated driver writes its name.
+func (d *Driver) ComputeMode(ctx context.Context, index int) (string, error) {
 	out, err := d.control(ctx, "show")
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	state, err := decode[struct {
-		GPUs []struct{ Setup struct{ Compute int } }
+		GPUs []struct{ Setup struct{ Compute string } }
 	}](out, "the emulated driver's state")
 	if err == nil && index >= len(state.GPUs) {
 		err = fmt.Errorf("the emulated driver has %d GPUs", len(state.GPUs))
 	}
 	if err != nil {
-		return 0, err
+		return "", err
 	}
 	return state.GPUs[index].Setup.Compute, nil
 }
