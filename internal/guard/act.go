@@ -34,8 +34,8 @@ type offenceHandler struct {
 
 	// found counts the intruders that were found, kills the containers that were ended.
 	found, kills atomic.Uint64
-	// detached counts the clients of MPS that were detached before their end, and undetached those for which
-	// the daemon has not answered in time.
+	// detached counts the clients of MPS that were detached before their end, and undetached those whose
+	// daemon has not answered in time.
 	detached, undetached atomic.Uint64
 
 	mu sync.Mutex

@@ -21,7 +21,7 @@ const (
 	// silentGrace is how long a client of MPS may have said nothing on its usage page: until then it
 	// may be in cuInit.
 	silentGrace = 2 * time.Second
-	// stuckAfter is how long a process is in cuInit if its server serves nobody any more, and stuckEvery
+	// stuckAfter is how long a process is in cuInit if its server does not answer, and stuckEvery
 	// how often that is believed of a GPU: a container can write the time.
 	stuckAfter = 5 * time.Second
 	stuckEvery = time.Minute
@@ -37,7 +37,7 @@ type Shares interface {
 	// Detach detaches clients of a GPU's server, so that their end harms no other. It returns how many
 	// the daemon has not answered for.
 	Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error)
-	// Fault tells that a GPU's server serves nobody any more.
+	// Fault reports a GPU's server that does not answer.
 	Fault(u gpu.UUID, why string)
 	// Now returns the time since boot (CLOCK_BOOTTIME).
 	Now() time.Duration
@@ -90,7 +90,7 @@ type shares struct {
 	held map[page]compute.Held
 	// strangers are processes that are no clients, and silent are clients that have said nothing.
 	strangers, silent map[gpu.UUID]map[life]*stranger
-	// stuck is when a server was last said to serve nobody, by GPU.
+	// stuck is when a server was last reported, by GPU.
 	stuck map[gpu.UUID]time.Time
 }
 
@@ -233,7 +233,7 @@ func (e *examiner) name(ctx context.Context, d *gpu.Device, sc *scene, held allo
 	return n
 }
 
-// lookForStuck says that a server serves nobody, if a process has been in cuInit for long. A container
+// lookForStuck reports a server that does not answer: a process has been in cuInit for long. A container
 // writes that time, so it is not believed while a server serves, nor often.
 func (e *examiner) lookForStuck(d *gpu.Device, by *Daemon, starting time.Duration, now time.Time) {
 	s := &e.shares

@@ -12,8 +12,8 @@ type Guarantee string
 const (
 	// None: nothing that was seen holds the container to a share.
 	None Guarantee = "none"
-	// Ceiling: every process of the container on the GPU is a client of MPS, with no more SMs than
-	// its share.
+	// Ceiling: every process of the container on the GPU is a client of MPS, with at most the SMs
+	// of its share.
 	Ceiling Guarantee = "ceiling"
 )
 

@@ -52,8 +52,8 @@ func (s Sharing) Normal() Sharing {
 	return s
 }
 
-// Largest returns the largest share that a GPU lets a container have. parts is how many equal parts the GPU
-// has, of which a container has one; 0 if a container may have any part of it.
+// Largest returns the largest share that a GPU lets a container have. parts is the number of equal parts of the
+// GPU, if a container has one of them; 0 if it may have any part.
 func (s Sharing) Largest(parts int) Share { return s.Share(1 / float64(max(1, parts))) }
 
 // Highest returns the highest ceiling that a container may have, in percent; 0 if containers take turns.
@@ -82,7 +82,7 @@ func (s Sharing) Share(part float64) Share {
 	return Share{Ceiling: min(most, max(1, int(math.Ceil(exact-1e-6))))}
 }
 
-// Infer returns how a GPU must be shared so that its holders keep their shares, of which most is the largest.
+// Infer returns how a GPU must be shared so that its holders keep their shares. most is the largest of them.
 // wish is how the GPU is wanted, and parts as in Largest. It counts if it lets a container have as much.
 func Infer(most Share, parts int, wish Sharing) Sharing {
 	if most.Ceiling == 0 {
