@@ -16,6 +16,7 @@ import (
 var others = map[string]string{
 	"register-with-taints": "kubelet", "watch": "kubectl get", "output-watch-events": "kubectl get", "list": "tests/stages", "changed": "tests/stages",
 	"set": "helm", "set-file": "helm", "post-renderer": "helm", "reuse-values": "helm", "reset-then-reuse-values": "helm",
+	"insecure-ignore-tlog": "cosign", "trusted-root": "cosign",
 }
 
 // everyDocument returns the texts of README, its neighbours and all documents, by their files. The changelog

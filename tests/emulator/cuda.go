@@ -324,14 +324,13 @@ var cudaMemory = call{serve: func(s *Session, f *frame) Return {
 	return put(free, r, func(v uint64) { f.putU64(v) })
 }}
 
-// multiprocessors are those of a MIG device, or of the GPU: what the largest
-// instance has, and a guess for models without MIG.
+// multiprocessors are those of a MIG device, or of the GPU.
 func (t target) multiprocessors() uint32 {
 	switch {
 	case t.ci != nil:
 		return t.ci.profile.SMs
-	case t.g.MIG == nil:
-		return 80
+	case t.g.SMs > 0 || t.g.MIG == nil:
+		return t.g.SMs
 	}
 	var n uint32
 	for _, p := range t.g.MIG.Profiles {

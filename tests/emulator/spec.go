@@ -110,19 +110,21 @@ type GPUSpec struct {
 // Model is what all GPUs of one product have in common. The tables under
 // models/ carry the figures; see their comments for where each comes from.
 type Model struct {
-	Name              string    `yaml:"name"`
-	MemoryMiB         uint64    `yaml:"memoryMiB"`
-	ReservedMiB       uint64    `yaml:"reservedMiB"`
-	ContextMiB        uint64    `yaml:"contextMiB"` // of a CUDA context; default 300
-	PCIDevice         uint32    `yaml:"pciDevice"`
-	PCISubsystem      uint32    `yaml:"pciSubsystem"`
-	ComputeCapability string    `yaml:"computeCapability"`
-	Architecture      uint32    `yaml:"architecture"` // NVML_DEVICE_ARCH_*
-	Brand             uint32    `yaml:"brand"`        // NVML_BRAND_*
-	NVLinks           int       `yaml:"nvlinks"`
-	NVLinkVersion     int       `yaml:"nvlinkVersion"`
-	NVSwitches        int       `yaml:"nvswitches"`
-	MIG               *MIGTable `yaml:"mig"`
+	Name              string `yaml:"name"`
+	MemoryMiB         uint64 `yaml:"memoryMiB"`
+	ReservedMiB       uint64 `yaml:"reservedMiB"`
+	ContextMiB        uint64 `yaml:"contextMiB"` // of a CUDA context; default 300
+	PCIDevice         uint32 `yaml:"pciDevice"`
+	PCISubsystem      uint32 `yaml:"pciSubsystem"`
+	ComputeCapability string `yaml:"computeCapability"`
+	// SMs is the number of multiprocessors, as NVIDIA publishes it. 0: those of the largest instance.
+	SMs           uint32    `yaml:"sms"`
+	Architecture  uint32    `yaml:"architecture"` // NVML_DEVICE_ARCH_*
+	Brand         uint32    `yaml:"brand"`        // NVML_BRAND_*
+	NVLinks       int       `yaml:"nvlinks"`
+	NVLinkVersion int       `yaml:"nvlinkVersion"`
+	NVSwitches    int       `yaml:"nvswitches"`
+	MIG           *MIGTable `yaml:"mig"`
 	// NotSupported are the calls that the model's driver has no answer to; as in Spec.
 	NotSupported []string `yaml:"notSupported"`
 }
