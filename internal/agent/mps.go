@@ -327,55 +327,48 @@ func (m *mpsDaemons) conditions() (deciding, others []status.Condition) {
 
 // latest returns the daemons as they were last seen, by GPU, with what keeps each from being relied
 // on.
-func (m *mpsDaemons) latest() map[gpu.UUID]MPSDaemon {
+func (m *mpsDaemons) latest() map[gpu.UUID]guard.Daemon {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	out := map[gpu.UUID]MPSDaemon{}
-	for u, percent := range m.wants {
-		d := MPSDaemon{Percent: percent, Clients: map[int]bool{}}
-		d.Trouble, _ = m.troubleLocked(u, time.Now())
-		seen := m.seen.of[u]
-		d.At, d.PID = seen.answered, seen.PID
-		for _, s := range seen.Servers {
-			d.Servers = append(d.Servers, s.PID)
-			d.Active = d.Active || s.Status == mps.Active
-			for _, pid := range s.Clients {
-				d.Clients[pid] = true
-			}
-		}
-		out[u] = d
+	out := map[gpu.UUID]guard.Daemon{}
+	for u := range m.wants {
+		out[u] = m.daemonLocked(u)
 	}
 	return out
 }
 
-// MPSDaemon is the MPS daemon of a GPU, as it was last seen.
-type MPSDaemon struct {
-	// Percent is the largest share that a container of the GPU can have.
-	Percent int
-	// Trouble is why the daemon cannot be relied on now; zero if it can.
-	Trouble status.Cause
-	// At is when it told what follows; zero if it never has. PID is the daemon's, and Servers and Clients
-	// are the PIDs of its servers and of their clients, as the agent sees them. Active is true if a
-	// server serves.
-	At      time.Time
-	PID     int
-	Servers []int
-	Clients map[int]bool
-	Active  bool
+// daemon is latest for one GPU. ok is false if it is not under MPS.
+func (m *mpsDaemons) daemon(u gpu.UUID) (d guard.Daemon, ok bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, ok = m.wants[u]; ok {
+		d = m.daemonLocked(u)
+	}
+	return d, ok
+}
+
+func (m *mpsDaemons) daemonLocked(u gpu.UUID) guard.Daemon {
+	why, _ := m.troubleLocked(u, time.Now())
+	seen := m.seen.of[u]
+	d := guard.Daemon{Percent: m.wants[u], Trouble: why.Message, At: seen.answered, PID: seen.PID, Clients: map[int]bool{}}
+	for _, s := range seen.Servers {
+		d.Servers = append(d.Servers, s.PID)
+		d.Active = d.Active || s.Status == mps.Active
+		for _, pid := range s.Clients {
+			d.Clients[pid] = true
+		}
+	}
+	return d
 }
 
 // Shares implements guard.Shares for an agent with a supervisor.
 type Shares struct{ *Agent }
 
+// Daemon returns the daemon of a GPU as it was last seen.
+func (s Shares) Daemon(u gpu.UUID) (d guard.Daemon, ok bool) { return s.mps.daemon(u) }
+
 // Daemons returns the daemons as they were last seen.
-func (s Shares) Daemons() map[gpu.UUID]guard.Daemon {
-	out := map[gpu.UUID]guard.Daemon{}
-	for u, d := range s.mps.latest() {
-		out[u] = guard.Daemon{Percent: d.Percent, Trouble: d.Trouble.Message, At: d.At, PID: d.PID, Servers: d.Servers,
-			Clients: d.Clients, Active: d.Active}
-	}
-	return out
-}
+func (s Shares) Daemons() map[gpu.UUID]guard.Daemon { return s.mps.latest() }
 
 // Detach detaches clients of a GPU's server.
 func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error) {
@@ -388,7 +381,7 @@ func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut
 	return timedOut, err
 }
 
-// Fault tells that a GPU's server serves nobody any more.
+// Fault reports a GPU's server that does not answer.
 func (s Shares) Fault(u gpu.UUID, why string) { s.mps.fault(u, why) }
 
 // Now returns the time since boot.
@@ -408,8 +401,8 @@ func (m *mpsDaemons) ours() func(pid int) bool {
 	return func(pid int) bool { return pids[pid] }
 }
 
-// fault tells that a program has had a fatal fault on a GPU, or that its server serves nobody any
-// more. If the GPU is under MPS, its daemon takes no new clients and is replaced when the last one
+// fault reports that a program has had a fatal fault on a GPU, or that its server does not answer.
+// If the GPU is under MPS, its daemon takes no new clients and is replaced when the last one
 // has ended. It reports whether the GPU is under MPS. Any goroutine may call it.
 func (m *mpsDaemons) fault(u gpu.UUID, why string) bool {
 	m.mu.Lock()

@@ -14,6 +14,7 @@ import (
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/found"
 	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/guard"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/plan"
@@ -65,7 +66,7 @@ type display struct {
 	// claimed reports whether the agent offers GPUs through DRA, or has done so.
 	claimed func() bool
 	// daemons returns the MPS daemons of the GPUs that are laid out for it, as they are now.
-	daemons func() map[gpu.UUID]MPSDaemon
+	daemons func() map[gpu.UUID]guard.Daemon
 }
 
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
@@ -145,7 +146,7 @@ func (y *display) show(at *scene) status.Status {
 	daemons := y.daemons()
 	for i := range s.GPUs {
 		if d, is := daemons[gpu.UUID(s.GPUs[i].UUID)]; is {
-			s.GPUs[i].MPS = &status.MPS{Percent: d.Percent, Clients: len(d.Clients), Trouble: d.Trouble.Message}
+			s.GPUs[i].MPS = &status.MPS{Percent: d.Percent, Clients: len(d.Clients), Trouble: d.Trouble}
 		}
 	}
 	return s

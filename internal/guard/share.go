@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
-	"strings"
 	"time"
 
 	"example.com/gpu-agent/pkg/compute"
@@ -32,7 +31,9 @@ const (
 // Shares are the MPS daemons by which containers are held to their shares of GPUs' multiprocessors
 // (SMs). agent.Shares implements it.
 type Shares interface {
-	// Daemons returns the daemons as they were last seen. It lacks GPUs that are not under MPS.
+	// Daemon returns the daemon of a GPU as it was last seen. ok is false if the GPU is not under MPS.
+	Daemon(gpu.UUID) (d Daemon, ok bool)
+	// Daemons returns the daemons of all GPUs that are under MPS.
 	Daemons() map[gpu.UUID]Daemon
 	// Detach detaches clients of a GPU's server, so that their end harms no other. It returns how many
 	// the daemon has not answered for.
@@ -99,8 +100,7 @@ func (s *shares) daemon(u gpu.UUID) (d Daemon, ok bool) {
 	if s.shares == nil {
 		return d, false
 	}
-	d, ok = s.shares.Daemons()[u]
-	return d, ok
+	return s.shares.Daemon(u)
 }
 
 // withoutServers leaves out the daemon's own processes: they hold the contexts of all clients.
@@ -261,7 +261,7 @@ func (h *offenceHandler) detach(ctx context.Context, what string, in func(pid in
 	ctx, cancel := context.WithTimeout(ctx, detachTimeout)
 	defer cancel()
 	daemons := h.shares.Daemons()
-	for _, u := range slices.SortedFunc(maps.Keys(daemons), func(a, b gpu.UUID) int { return strings.Compare(string(a), string(b)) }) {
+	for _, u := range slices.Sorted(maps.Keys(daemons)) {
 		var clients []int
 		for _, pid := range slices.Sorted(maps.Keys(daemons[u].Clients)) {
 			if in(pid) {

@@ -41,6 +41,11 @@ func (s *daemons) with(f func()) {
 	f()
 }
 
+func (s *daemons) Daemon(u gpu.UUID) (Daemon, bool) {
+	d, ok := s.Daemons()[u]
+	return d, ok
+}
+
 func (s *daemons) Daemons() map[gpu.UUID]Daemon {
 	s.mu.Lock()
 	defer s.mu.Unlock()
