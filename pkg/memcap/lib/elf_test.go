@@ -37,7 +37,8 @@ cuStreamSynchronize cuStreamSynchronize_ptsz
 cuDeviceGetDefaultMemPool cuDeviceGetMemPool cuMemGetDefaultMemPool cuMemGetMemPool cuMemPoolImportFromShareableHandle
 cuStreamDestroy cuStreamDestroy_v2`
 
-func open(t *testing.T, name string) *elf.File {
+// installed returns a directory with the libraries and programs, compiled from this checkout.
+func installed(t *testing.T) string {
 	t.Helper()
 	if _, err := exec.LookPath("gcc"); err != nil {
 		t.Skip("gcc is not installed")
@@ -50,7 +51,12 @@ func open(t *testing.T, name string) *elf.File {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f, err := elf.Open(filepath.Join(dir, name))
+	return dir
+}
+
+func open(t *testing.T, name string) *elf.File {
+	t.Helper()
+	f, err := elf.Open(filepath.Join(installed(t), name))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -53,17 +53,7 @@ func hierarchyOf(t *testing.T) string {
 
 func newHoldNode(t *testing.T, spec emulator.Spec) *holdNode {
 	t.Helper()
-	if _, err := exec.LookPath("gcc"); err != nil {
-		t.Skip("gcc is not installed")
-	}
-	sum, err := Stamp(t.Context(), Root)
-	if err != nil {
-		t.Fatal(err)
-	}
-	programs, err := emulib.Once(t.Context(), "memcap", "cap-"+sum, Build)
-	if err != nil {
-		t.Fatal(err)
-	}
+	programs := installed(t)
 	libraries, err := emulib.Cached(t.Context())
 	if err != nil {
 		t.Fatal(err)
