@@ -127,6 +127,7 @@ func (l *loop) plan(p *pass) {
 	l.layouts.expire(now)
 	p.allocations = l.gates.allocations(l.reader.inv)
 	changes := plan.Make(l.planInput(p.allocations, now))
+	l.ledger.SetLayoutYields(changes.Yields)
 	p.changes = &changes
 }
 

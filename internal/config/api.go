@@ -41,6 +41,16 @@ func throughDRA(w *Want, on *Node) string {
 		"), since a ResourceSlice has no counters for them: name GPU instances, or use api device-plugin"
 }
 
+// spotThrough returns why a GPU's room cannot be offered to spot pods as wanted; empty if it can, or is not
+// to be.
+func spotThrough(w *Want) string {
+	if !w.Spot.On || w.API != ledger.DRA {
+		return ""
+	}
+	return "spot needs api device-plugin, and this entry has api dra: what spot pods may have changes with every claim, " +
+		"and a ResourceSlice is not written for each claim"
+}
+
 // throughMPS returns why a GPU cannot be shared through MPS as wanted. It is empty if it can, or if it is
 // not to be.
 func throughMPS(w *Want, d *gpu.Device, on *Node) string {

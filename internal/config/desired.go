@@ -44,6 +44,9 @@ type Want struct {
 	// Compute is how the containers of a Shared GPU share its SMs. It is zero if they take turns, and
 	// if the mode is not Shared.
 	Compute compute.Sharing
+	// Spot is how the GPU's room is offered a second time. It is zero if the mode is Dynamic or Off, and
+	// for replicas.
+	Spot ledger.Offering
 	// OnDemand is true if the instances of a MIG or Dynamic GPU are made for requests.
 	// Otherwise exactly those of Geometry exist, which may be none.
 	OnDemand bool
@@ -66,7 +69,7 @@ type Want struct {
 // Equal reports whether two wants are the same layout of the same GPU.
 func (w Want) Equal(o Want) bool {
 	return w.GPU == o.GPU && w.Mode == o.Mode && w.API == o.API && w.Replicas == o.Replicas &&
-		w.TimeSlice == o.TimeSlice && w.Compute == o.Compute && w.OnDemand == o.OnDemand &&
+		w.TimeSlice == o.TimeSlice && w.Compute == o.Compute && w.Spot == o.Spot && w.OnDemand == o.OnDemand &&
 		slices.Equal(w.Geometry, o.Geometry) && slices.Equal(w.Profiles, o.Profiles)
 }
 
@@ -100,8 +103,9 @@ type entry struct {
 	devices selector
 	// want has no API if the entry names none. apiLine and computeLine are the lines of the API and
 	// of compute.
-	want                 Want
-	apiLine, computeLine int
+	want Want
+	// spotLine is the line of spot.
+	apiLine, computeLine, spotLine int
 }
 
 // selector selects GPUs. One of all, model, indices and uuids is set. filter, if it is not
@@ -196,6 +200,7 @@ func (f *File) Desire(partition string, inv *gpu.Inventory, on Node) (Desired, e
 				w.API = cmp.Or(w.API, on.API, ledger.DevicePlugin)
 			}
 			cannot.add(cmp.Or(e.apiLine, e.line), throughDRA(&w, &on), dev.Index)
+			cannot.add(e.spotLine, spotThrough(&w), dev.Index)
 			names.add(&w, dev, cmp.Or(e.apiLine, e.line))
 			makes[match] = makes[match].add(&w, dev, on.Unit)
 		case !f.nvidia && dev.Fault == "":

@@ -86,6 +86,10 @@ func TestDesire(t *testing.T) {
 			[]Want{{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true}, Line: 4}}},
 		{"through MPS, with numbers", head + "    - {devices: all, mode: shared, replicas: 2, compute: {mps: {factor: 2.5, max: 80}}}\n", node(h100),
 			[]Want{{GPU: "GPU-0", Mode: Shared, Replicas: 2, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true, Factor: 2.5, Max: 80}, Line: 4}}},
+		{"offered twice", head + "    - {devices: [0], mode: shared, spot: {most: 40}}\n    - {devices: [1], mode: whole, spot: true}\n    - {devices: [2], mode: shared, replicas: 2, spot: false}\n", node(h100, h100, h100), []Want{
+			{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Spot: ledger.Offering{On: true, Most: 40}, Line: 4},
+			{GPU: "GPU-1", Mode: Whole, Spot: ledger.Offering{On: true}, Line: 5},
+			{GPU: "GPU-2", Mode: Shared, Replicas: 2, TimeSlice: gpu.TimeSliceDefault, Line: 6}}},
 		{"through MPS, with the defaults", head + "    - {devices: all, mode: shared, compute: {mps: {factor: 1.0, max: 100}}}\n", node(h100),
 			[]Want{{GPU: "GPU-0", Mode: Shared, TimeSlice: gpu.TimeSliceDefault, Compute: compute.Sharing{MPS: true}, Line: 4}}},
 	} {
@@ -135,6 +139,8 @@ func TestDesireRefuses(t *testing.T) {
 					`the models of this node are "NVIDIA A30", "NVIDIA H100 80GB HBM3" and "NVIDIA A100-SXM4-80GB", and no GPU matches the model "NVIDIA H1?0" on line 5 or "A100*" on line 6`}},
 		{"MIG where there is none", "default", head + "    - devices: all\n      mode: mig\n", node("x", "x"), []string{
 			"f:4: GPUs 0 and 1: this model has no MIG: whole, shared and off work"}},
+		{"spot through DRA", "default", head + "    - devices: all\n      mode: whole\n      api: dra\n      spot: true\n", node("x"), []string{
+			"f:7: GPU 0: spot needs api device-plugin, and this entry has api dra: what spot pods may have changes with every claim, and a ResourceSlice is not written for each claim"}},
 		{"MPS on a GPU that cannot limit", "default", head + "    - devices: all\n      mode: shared\n      compute: mps\n", &gpu.Inventory{GPUs: []gpu.Device{
 			{Index: 0, UUID: "GPU-0", Memory: 1024, ComputeCapability: "6.1"}, {Index: 1, UUID: "GPU-1", Memory: 1024, ComputeCapability: "7.0"}, {Index: 2, UUID: "GPU-2", Memory: 1024, ComputeCapability: "10.0"}}}, []string{
 			"f:6: GPU 0: compute mps needs a GPU of compute capability 7.0 or later, and this one has 6.1: before, MPS limits no process to a part of the SMs; timeslice works"}},
@@ -427,6 +433,7 @@ func TestWantEqual(t *testing.T) {
 		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: compute.Sharing{MPS: true}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"spot":      {GPU: "GPU-0", Mode: MIG, Spot: ledger.Offering{On: true}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 2}}},
 		"profile":   {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n2, N: 1}}},
@@ -435,6 +442,22 @@ func TestWantEqual(t *testing.T) {
 		if base.Equal(other) {
 			t.Errorf("wants that differ in %s are equal", name)
 		}
+	}
+}
+
+// A text that is written of an Offering is read as the same one.
+func TestSpotText(t *testing.T) {
+	for text, o := range map[string]ledger.Offering{"true": {On: true}, "{most: 40}": {On: true, Most: 40}} {
+		if got := SpotText(o); got != text {
+			t.Errorf("%v is written %s, want %s", o, got, text)
+		}
+		d, err := mustParse(t, head+"    - {devices: all, mode: shared, spot: "+text+"}\n").Desire("default", node("x"), Node{Unit: 1024})
+		if err != nil || d.GPUs[0].Spot != o {
+			t.Errorf("%s is read as %v (%v), want %v", text, d, err, o)
+		}
+	}
+	if got := SpotText(ledger.Offering{Most: 40}); got != "" {
+		t.Errorf("room that is not offered is written %q", got)
 	}
 }
 

@@ -96,6 +96,11 @@ func checkWant(t *testing.T, data []byte, w Want) {
 	if offers := w.Mode != Keep && w.Mode != Off; offers != (w.API == ledger.DevicePlugin || w.API == ledger.DRA) {
 		t.Fatalf("%+v: that is not the API of such a GPU", w)
 	}
+	if w.Spot.On && (w.API == ledger.DRA || w.Replicas > 0 || w.Mode == Dynamic || w.Mode == Off || w.Mode == Keep) ||
+		w.Spot.Most != 0 && (!w.Spot.On || w.Mode != Shared) {
+		t.Fatalf("%+v offers spot pods what it cannot", w)
+	}
+	w.Spot = ledger.Offering{}
 	switch w.Mode {
 	case Shared:
 		if w.Replicas < 0 || w.Replicas > timeslice.MaxDevices || w.TimeSlice == "" {

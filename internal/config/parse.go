@@ -145,7 +145,7 @@ func badLabel(s string) string {
 func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
 	keys, ok := p.fields(n, "an entry",
-		"devices", "mode", "api", "replicas", "timeSlice", "compute", "geometry", "profiles")
+		"devices", "mode", "api", "replicas", "timeSlice", "compute", "spot", "geometry", "profiles")
 	if !ok {
 		return e, false
 	}
@@ -191,6 +191,12 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 		if e.want.Compute.MPS && e.want.Replicas > compute.MostClients {
 			p.at(replicas, "replicas is at most %d with compute mps, not %d: an MPS server accepts %d processes",
 				compute.MostClients, e.want.Replicas, compute.MostClients)
+		}
+	}
+	if n, ok := p.only(keys, "spot", e.want.Mode, known, Whole, Shared, MIG); ok {
+		e.want.Spot, e.spotLine = p.spot(n, e.want.Mode), n.Line
+		if e.want.Spot.On && inReplicas {
+			p.at(n, "spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two")
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -243,6 +249,44 @@ func (p *parser) sharing(n *yaml.Node) (s compute.Sharing) {
 		s.Max, _ = p.number(most, "max", 1, 100)
 	}
 	return s.Normal()
+}
+
+// spot reads spot: true, false, or {most: …}.
+func (p *parser) spot(n *yaml.Node, mode Mode) (o ledger.Offering) {
+	if n.Kind == yaml.ScalarNode && n.ShortTag() == "!!bool" {
+		_ = n.Decode(&o.On) // a bool by its tag
+		return o
+	}
+	if n.Kind != yaml.MappingNode {
+		p.at(n, "spot is true, false or {most: …}, not %s", kind(n))
+		return o
+	}
+	keys, ok := p.fields(n, "spot", "most")
+	if !ok {
+		return o
+	}
+	most, ok := keys["most"]
+	switch {
+	case !ok:
+		p.at(n, "spot is a mapping without most: write {most: …}, true, or false")
+	case mode != Shared:
+		p.at(most, "most counts the units of a GPU's memory: this entry is %s, so write spot: true", mode)
+	default:
+		o.On = true
+		o.Most, _ = p.number(most, "most", 1, timeslice.MaxDevices)
+	}
+	return o
+}
+
+// SpotText writes the value of spot as a partition file has it; empty if the room is not offered.
+func SpotText(o ledger.Offering) string {
+	switch {
+	case !o.On:
+		return ""
+	case o.Most == 0:
+		return "true"
+	}
+	return "{most: " + strconv.Itoa(o.Most) + "}"
 }
 
 // ComputeText writes the value of compute as a partition file has it.

@@ -105,7 +105,7 @@ var broken = []struct {
 		"f:5: unknown key \"Mode\": did you mean \"mode\"?"}},
 	{"a mistyped replicas", head + "    - devices: all\n      mode: shared\n      replica: 4\n", []string{"f:6: unknown key \"replica\": did you mean \"replicas\"?"}},
 	{"a key that nothing resembles", head + "    - devices: all\n      mode: shared\n      color: red\n", []string{
-		"f:6: unknown key \"color\": an entry has devices, mode, api, replicas, timeSlice, compute, geometry and profiles"}},
+		"f:6: unknown key \"color\": an entry has devices, mode, api, replicas, timeSlice, compute, spot, geometry and profiles"}},
 	{"mode twice", head + "    - devices: all\n      mode: shared\n      mode: off\n", []string{"f:6: the key \"mode\" is already on line 5"}},
 
 	// Devices.
@@ -139,6 +139,14 @@ var broken = []struct {
 	{"replicas as text", head + "    - {devices: all, mode: shared, replicas: '4'}\n", []string{"f:4: replicas is a whole number, not the text \"4\""}},
 	{"replicas null", head + "    - devices: all\n      mode: shared\n      replicas:\n", []string{"f:6: replicas is a whole number, not nothing"}},
 	{"a time slice of its own", head + "    - {devices: all, mode: shared, timeSlice: 2ms}\n", []string{"f:4: timeSlice is default, short, medium or long, not the text \"2ms\""}},
+	{"spot by magic", head + "    - {devices: all, mode: shared, spot: yes please}\n", []string{"f:4: spot is true, false or {most: …}, not the text \"yes please\""}},
+	{"spot of nothing", head + "    - devices: all\n      mode: shared\n      spot:\n", []string{"f:6: spot is true, false or {most: …}, not nothing"}},
+	{"spot without most", head + "    - {devices: all, mode: shared, spot: {}}\n", []string{"f:4: spot is a mapping without most: write {most: …}, true, or false"}},
+	{"spot at most nothing", head + "    - {devices: all, mode: shared, spot: {most: 0}}\n", []string{"f:4: most is at least 1, not 0"}},
+	{"most of a whole GPU", head + "    - {devices: all, mode: whole, spot: {most: 1}}\n", []string{"f:4: most counts the units of a GPU's memory: this entry is whole, so write spot: true"}},
+	{"spot of replicas", head + "    - {devices: all, mode: shared, replicas: 4, spot: true}\n", []string{
+		"f:4: spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two"}},
+	{"spot of a dynamic GPU", head + "    - {devices: all, mode: dynamic, api: dra, spot: true}\n", []string{"f:4: spot belongs to mode whole, shared or mig: this entry is dynamic"}},
 	{"compute by magic", head + "    - {devices: all, mode: shared, compute: mp}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not the text \"mp\""}},
 	{"compute of nothing", head + "    - devices: all\n      mode: shared\n      compute:\n", []string{"f:6: compute is timeslice, mps or {mps: {factor: …, max: …}}, not nothing"}},
 	{"a list of computes", head + "    - {devices: all, mode: shared, compute: [mps]}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not a list"}},

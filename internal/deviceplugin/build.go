@@ -57,7 +57,7 @@ type Input struct {
 func Build(in Input) *Offer {
 	v := &Offer{
 		Rank: map[gpu.UUID]int{}, Topology: in.Topology, MIG: in.Changes.MIG, Shares: map[gpu.UUID]piece.Share{},
-		Compute: map[gpu.UUID]compute.Sharing{},
+		Compute: map[gpu.UUID]compute.Sharing{}, Spot: map[gpu.UUID]ledger.Offering{},
 	}
 	lists := map[string][][]Device{} // by resource; one list for each GPU
 	kinds := map[string]piece.Kind{}
@@ -69,6 +69,9 @@ func Build(in Input) *Offer {
 			if layout.Compute.MPS {
 				v.Compute[d.UUID] = layout.Compute
 			}
+		}
+		if o := in.Changes.Layouts[d.UUID].Spot; o.On {
+			v.Spot[d.UUID] = o
 		}
 		for _, l := range deviceLists(&in, d) {
 			lists[l.resource] = append(lists[l.resource], l.devices)
@@ -82,7 +85,8 @@ func Build(in Input) *Offer {
 	for _, name := range slices.Sorted(maps.Keys(lists)) {
 		devices := slices.Concat(lists[name]...)
 		align(&in, kinds[name], devices)
-		v.Resources = append(v.Resources, Resource{Name: name, Kind: kinds[name], Devices: devices})
+		tier, _ := TierOf(name)
+		v.Resources = append(v.Resources, Resource{Name: name, Kind: kinds[name], Tier: tier, Devices: devices})
 	}
 	return v
 }
@@ -167,9 +171,10 @@ type deviceList struct {
 	devices  []Device
 }
 
-// name identifies a device. A unit and a replica can have the same ID, so it includes the kind.
+// name identifies an entry of a list. A unit and a replica can have the same ID, so it includes the kind.
 type name struct {
 	kind piece.Kind
+	tier ledger.Tier
 	id   string
 }
 
@@ -211,19 +216,29 @@ func deviceLists(in *Input, d *gpu.Device) []deviceList {
 		l.leaving = nil
 	}
 	withdrawn, leaving := l.withdrawal(drains)
-	for _, id := range l.ids(l.layout) {
-		l.add(name{l.layout.Kind, id}, withdrawn, leaving)
-	}
 	const gone = "the node's partition no longer has it"
+	l.addAll(l.layout, withdrawn, leaving)
 	for _, p := range in.Past[d.UUID] {
-		for _, id := range l.ids(p.Layout) {
-			l.add(name{p.Layout.Kind, id}, gone, gone)
-		}
+		l.addAll(p.Layout, gone, gone)
 	}
 	for _, n := range l.held {
 		l.add(n, gone, gone)
 	}
 	return l.lists
+}
+
+// addAll lists the devices of a layout, in each tier in which it offers them.
+func (l *gpuLists) addAll(c plan.Layout, withdrawn, leaving string) {
+	ids := l.ids(c)
+	for _, id := range ids {
+		l.add(name{c.Kind, ledger.Guaranteed, id}, withdrawn, leaving)
+	}
+	if !c.Spot.On || !HasSpot(c.Kind) {
+		return
+	}
+	for _, id := range ids {
+		l.add(name{c.Kind, ledger.Spot, id}, withdrawn, leaving)
+	}
 }
 
 // holders fills in held, isHeld and foreign.
@@ -243,7 +258,7 @@ func (l *gpuLists) holders() {
 				continue
 			}
 			for _, id := range pieceIDs(g.GPU, g.Piece) {
-				n := name{g.Kind(), id}
+				n := name{g.Kind(), a.Tier, id}
 				l.held, l.isHeld[n] = append(l.held, n), true
 				l.placements[id] = piece.At(g.Piece)
 			}
@@ -298,7 +313,7 @@ func (l *gpuLists) add(n name, withdrawn, leaving string) {
 	case withdrawn != "":
 		dev.Healthy, dev.Reason = false, withdrawn
 	}
-	resource := l.in.Names.Of(n.kind, dev.Placement.Profile)
+	resource := InTier(l.in.Names.Of(n.kind, dev.Placement.Profile), n.tier)
 	at := slices.IndexFunc(l.lists, func(o deviceList) bool { return o.resource == resource })
 	if at < 0 {
 		at = len(l.lists)

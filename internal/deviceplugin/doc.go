@@ -49,6 +49,14 @@
 // Faults are not part of the offer. [FrontEnd.SetFaults] marks devices Unhealthy at once, even in
 // the middle of a round: all devices of a GPU, or the MIG placement of one instance.
 //
+// # The spot tier
+//
+// Where a partition offers a GPU's room a second time, its devices are listed under two resources, with the same
+// IDs: gpu-mem and gpu-mem.spot. The list of the guaranteed one is as if there were no spot pods. That of the spot
+// one has what no guaranteed allocation has, and changes with each. Prefer takes free room before room that spot
+// pods have, and then the room of the fewest. The ledger has a spot allocation yield to the guaranteed one that
+// was made over it; the guaranteed container waits at its gate until no container of the spot allocation runs.
+//
 // # Evidence
 //
 // The API has no call for "freed". So the front-end compares two sources. The kubelet's checkpoint

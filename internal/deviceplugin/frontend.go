@@ -68,6 +68,8 @@ type evidence struct {
 	// started is true if the runtime has created a container with it. listed is true if
 	// PodResources has named one of its devices.
 	started, listed bool
+	// created is when its youngest container was created, of those that the runtime has shown.
+	created time.Time
 	// initEnded is true if the allocation belongs to an init container that has ended.
 	initEnded bool
 	// written is when the CDI file of an adopted allocation was written. Its last Allocate was at
@@ -111,7 +113,9 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	if err != nil {
 		return none, err
 	}
-	q := ledger.Request{ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Resource: resource, Overlap: true}
+	q := ledger.Request{
+		ID: cdi.Key(resource, ids), Owner: ledger.DevicePlugin, Tier: r.Tier, Resource: resource, Overlap: true,
+	}
 	if old := f.seen[q.ID]; old != nil {
 		// The same devices again. This is a new pod whose predecessor may still be ending, or the
 		// app container after the init container. So the holder has to be found out anew.
@@ -235,9 +239,7 @@ func unit(l *ledger.Ledger, u gpu.UUID) gpu.MiB {
 
 func (f *FrontEnd) addLocked(a *ledger.Allocation, e *evidence) {
 	f.seen[a.ID] = e
-	if a.Kind().InMIG() {
-		f.lists.moved = append(f.lists.moved, a.GPUs()...)
-	}
+	f.lists.noteMoved(a)
 }
 
 // Release ends an allocation whose end is certain. On a node, [FrontEnd.Reconcile] finds out the
@@ -251,9 +253,9 @@ func (f *FrontEnd) Release(id string) ledger.Allocation {
 }
 
 func (f *FrontEnd) endLocked(id string) ledger.Allocation {
-	a, _ := f.ledger.Release(ledger.DevicePlugin, id)
-	if a.Kind().InMIG() {
-		f.lists.moved = append(f.lists.moved, a.GPUs()...)
+	a, ok := f.ledger.Release(ledger.DevicePlugin, id)
+	if ok {
+		f.lists.noteMoved(&a)
 	}
 	delete(f.seen, id)
 	return a

@@ -145,12 +145,39 @@ type Names struct {
 // ResourceNames returns the names in a resource domain.
 func ResourceNames(domain string) *Names { return &Names{domain + "/"} }
 
+// spotSuffix ends the names of the resources that spot pods ask for.
+const spotSuffix = ".spot"
+
+// InTier returns the name by which pods ask for a resource's devices in a tier.
+func InTier(resource string, t ledger.Tier) string {
+	if t == ledger.Spot {
+		return resource + spotSuffix
+	}
+	return resource
+}
+
+// TierOf returns the tier of a resource, and the name of the same devices in the guaranteed tier.
+func TierOf(resource string) (t ledger.Tier, guaranteed string) {
+	if name, ok := strings.CutSuffix(resource, spotSuffix); ok {
+		return ledger.Spot, name
+	}
+	return ledger.Guaranteed, resource
+}
+
+// HasSpot reports whether pieces of a kind can be offered to spot pods. Replicas cannot: each is a turn on
+// the GPU beside the others' whatever memory they use.
+func HasSpot(k piece.Kind) bool { return k.Known() && (!k.Shared() || k.Together()) }
+
 // Fixed returns the names that do not depend on the node's GPUs: all but those of MIG profiles,
 // which Ours knows too.
 func (n *Names) Fixed() (out []string) {
 	for _, k := range piece.Kinds() {
-		if k.Short() != "" {
-			out = append(out, n.Of(k, mig.Name{}))
+		if k.Short() == "" {
+			continue
+		}
+		out = append(out, n.Of(k, mig.Name{}))
+		if HasSpot(k) {
+			out = append(out, InTier(n.Of(k, mig.Name{}), ledger.Spot))
 		}
 	}
 	return out
@@ -162,7 +189,7 @@ func (n *Names) Ours(resource string) bool {
 	return ok
 }
 
-// Of returns the name of the resource for a kind of piece. p is the profile of a MIG instance.
+// Of returns the name of the guaranteed resource for a kind of piece. p is the profile of a MIG instance.
 func (n *Names) Of(k piece.Kind, p mig.Name) string {
 	if k.InMIG() {
 		return n.OfProfile(p)
@@ -180,13 +207,14 @@ func (n *Names) Kind(resource string) (piece.Kind, bool) {
 	if !ok {
 		return "", false
 	}
+	tier, short := TierOf(short)
 	var instances piece.Kind
 	for _, k := range piece.Kinds() {
 		switch {
 		case k.InMIG():
 			instances = k
 		case k.Short() == short:
-			return k, true
+			return k, tier == ledger.Guaranteed || HasSpot(k)
 		}
 	}
 	if _, err := mig.ParseResource(short); err != nil {
@@ -212,7 +240,8 @@ func RecordOf(resource string, ids []string) (ledger.Record, error) {
 		return ledger.Record{}, fmt.Errorf("%s is not a resource of GPUs: %w", resource, gpu.ErrInvalid)
 	}
 	grants, err := parse(kind, sorted)
-	return ledger.Record{Owner: ledger.DevicePlugin, Resource: resource, Grants: grants}, err
+	tier, _ := TierOf(resource)
+	return ledger.Record{Owner: ledger.DevicePlugin, Tier: tier, Resource: resource, Grants: grants}, err
 }
 
 // parse returns the grants for device IDs, as far as the IDs tell. If the kind joins the devices of

@@ -19,7 +19,8 @@ type lists struct {
 	base, offer *Offer
 	// faults are the unhealthy GPUs and placements, with the reasons.
 	faults faults
-	// moved are the GPUs on which allocations have taken or freed placements since offer was made.
+	// moved are the GPUs on which allocations have taken or freed what the lists show since offer was made:
+	// placements, and pieces that spot pods may have.
 	moved []gpu.UUID
 	// changed has a channel for each resource, which is closed when its list changes.
 	changed map[string]chan struct{}
@@ -75,12 +76,12 @@ func (f *faults) of(dev *Device) (why string, bad bool) {
 // without any change stays the same slice.
 func (l *lists) show() {
 	o := l.base.copyAs(l.offer.Gen + 1)
-	rooms := l.ledger.Rooms(o.placementGPUs())
+	room := l.roomOf(o, o.placementGPUs())
 	l.moved = l.moved[:0]
 	for i := range o.Resources {
 		r := &o.Resources[i]
-		if r.Kind.InMIG() || len(l.faults.gpus) > 0 {
-			r.Devices = markHealth(r.Devices, r, rooms, &l.faults)
+		if r.changes() || len(l.faults.gpus) > 0 {
+			r.Devices = markHealth(r.Devices, r, room(r), &l.faults)
 		}
 		switch old := l.offer.resource(r.Name); {
 		case old != nil && slices.Equal(old.Devices, r.Devices):
@@ -105,21 +106,49 @@ func (l *lists) tell(resource string) {
 	}
 }
 
-// showMoved updates the offer on the MIG GPUs where allocations have taken or freed placements
-// since its last call.
+// noteMoved notes that an allocation was made or has ended.
+func (l *lists) noteMoved(a *ledger.Allocation) {
+	if a.Kind().InMIG() || slices.ContainsFunc(a.GPUs(), func(u gpu.UUID) bool { return l.offer.Spot[u].On }) {
+		l.moved = append(l.moved, a.GPUs()...)
+	}
+}
+
+// roomOf returns what says, for each resource of an offer, which of its devices have room on these GPUs.
+func (l *lists) roomOf(o *Offer, gpus []gpu.UUID) func(*Resource) room {
+	placements := map[ledger.Tier]map[gpu.UUID]*ledger.Room{}
+	var held []ledger.Allocation
+	return func(r *Resource) room {
+		switch {
+		case r.Kind.InMIG():
+			if placements[r.Tier] == nil {
+				placements[r.Tier] = l.ledger.Rooms(gpus, r.Tier)
+			}
+			return &placementRoom{resource: r.Name, rooms: placements[r.Tier]}
+		case r.Tier == ledger.Spot:
+			if held == nil {
+				held = l.ledger.Allocations()
+			}
+			return newSpotRoom(o, r, held)
+		}
+		return nil
+	}
+}
+
+// showMoved updates the offer on the GPUs where allocations have taken or freed what the lists show since its
+// last call.
 func (l *lists) showMoved() {
 	if len(l.moved) == 0 {
 		return
 	}
-	rooms := l.ledger.Rooms(l.moved)
+	room := l.roomOf(l.offer, slices.Clone(l.moved))
 	l.moved = l.moved[:0]
 	var o *Offer
 	for i := range l.offer.Resources {
 		r := &l.offer.Resources[i]
-		if !r.Kind.InMIG() || len(r.Devices) == 0 {
+		if !r.changes() || len(r.Devices) == 0 {
 			continue
 		}
-		devices := markHealth(r.Devices, &l.base.Resources[i], rooms, &l.faults)
+		devices := markHealth(r.Devices, &l.base.Resources[i], room(r), &l.faults)
 		if &devices[0] == &r.Devices[0] {
 			continue
 		}

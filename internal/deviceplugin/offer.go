@@ -35,6 +35,8 @@ type Offer struct {
 	// MIG has every GPU with placements in Resources. There, a placement is listed Healthy as if
 	// its GPU were empty. The front-end finds out which of them have no room beside the taken ones.
 	MIG map[gpu.UUID]ledger.MIG
+	// Spot is how the room of GPUs is offered to spot pods. GPUs whose room is not are missing.
+	Spot map[gpu.UUID]ledger.Offering
 }
 
 // Resource is one extended resource and its devices.
@@ -44,6 +46,10 @@ type Resource struct {
 	// Kind is what a device is, and so which devices may be given out together: units of one GPU,
 	// replicas of different GPUs, and placements that fit beside each other, on one GPU or several.
 	Kind piece.Kind
+	// Tier is that of the allocations that are made of its devices. A device has the same ID in both tiers,
+	// and is one device. In the spot tier it is listed Healthy as if its GPU were empty; the front-end finds
+	// out which guaranteed allocations have it.
+	Tier ledger.Tier
 	// Devices has the order that the kubelet is told.
 	Devices []Device
 

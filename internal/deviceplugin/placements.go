@@ -13,30 +13,55 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
+// room says which devices of a resource have room beside what is taken.
+type room interface {
+	// knows reports whether it was asked about a GPU.
+	knows(gpu.UUID) bool
+	// lacks returns why a device that may be given out otherwise has no room; empty if it has. A device that
+	// an allocation has through the resource has room. A leaving device is Healthy only for such a holder.
+	lacks(*Device) string
+}
+
+// placementRoom is the room of MIG devices.
+type placementRoom struct {
+	resource string
+	rooms    map[gpu.UUID]*ledger.Room
+}
+
+func (p *placementRoom) knows(u gpu.UUID) bool { return p.rooms[u] != nil }
+
+func (p *placementRoom) lacks(dev *Device) string {
+	switch room := p.rooms[dev.GPU]; {
+	case room.Has(p.resource, dev.Placement):
+		return ""
+	case dev.Leaving:
+		return dev.Reason
+	default:
+		return room.Lacks(dev.Placement)
+	}
+}
+
+// changes reports whether the health of a resource's devices changes with the allocations.
+func (r *Resource) changes() bool { return r.Kind.InMIG() || r.Tier == ledger.Spot }
+
 // markHealth returns the devices of a resource with their present health. base has them as they
 // were published. It marks those Unhealthy that have no room beside what is taken on their GPU,
-// and those that have a fault. A MIG device whose GPU is not in rooms stays as in shown, the list
-// in force. If no device differs from shown, markHealth returns shown itself.
-func markHealth(shown []Device, base *Resource, rooms map[gpu.UUID]*ledger.Room, faults *faults) []Device {
-	out := shown
-	var room *ledger.Room
-	placed := base.Kind.InMIG()
+// and those that have a fault. A device whose GPU the room does not know stays as in shown, the list
+// in force. room is nil if all devices have room. If no device differs from shown, markHealth returns
+// shown itself.
+func markHealth(shown []Device, base *Resource, room room, faults *faults) []Device {
+	out, known := shown, true
 	for i, dev := range base.Devices {
-		if placed && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // a list has the devices of one GPU together
-			room = rooms[dev.GPU]
+		if room != nil && (i == 0 || dev.GPU != base.Devices[i-1].GPU) { // a list has the devices of one GPU together
+			known = room.knows(dev.GPU)
 		}
-		if placed && room == nil {
+		if !known {
 			continue
 		}
 		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
-		} else if placed && dev.Healthy && !room.Has(base.Name, dev.Placement) {
-			// A leaving device is Healthy only for its holder.
-			why := dev.Reason
-			if !dev.Leaving {
-				why = room.Lacks(dev.Placement)
-			}
-			if dev.Leaving || why != "" {
+		} else if room != nil && dev.Healthy {
+			if why := room.lacks(&dev); why != "" {
 				dev.Healthy, dev.Leaving, dev.Reason = false, false, why
 			}
 		}
@@ -72,7 +97,7 @@ func fitTogether(l *ledger.Ledger, r *Resource, ids []string) error {
 	for _, id := range ids {
 		gpus = append(gpus, r.Devices[r.index[id]].GPU)
 	}
-	rooms := l.Rooms(gpus)
+	rooms := l.Rooms(gpus, r.Tier)
 	standing := map[gpu.UUID][]mig.Placement{}
 	for _, id := range ids {
 		dev := &r.Devices[r.index[id]]
@@ -105,7 +130,7 @@ func roomHolders(l *ledger.Ledger, dev *Device) string {
 	held := l.Allocations()
 	var names []string
 	for i := range held {
-		if a := &held[i]; a.Kind().InMIG() && l.Overlap(a.Grants, wanted) {
+		if a := &held[i]; a.Kind().InMIG() && a.Tier == ledger.Guaranteed && l.Overlap(a.Grants, wanted) {
 			names = append(names, a.Holder.Told("", a.ID))
 		}
 	}
@@ -151,22 +176,32 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 	rank := rank(f.ledger, v, r)
 	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
 
-	rooms := f.ledger.Rooms(gpus)
-	offers := make([]mig.Offer, 0, len(gpus))
-	for _, u := range gpus {
-		room := rooms[u]
-		if room.Card == nil {
-			continue
-		}
-		o := mig.Offer{GPU: u, Card: room.Card, Pinned: room.Placements, Warm: room.Free(), Rank: rank[u]}
-		for _, s := range v.MIG[u].Warm {
-			if !slices.Contains(room.Placements, s) {
-				o.Warm = append(o.Warm, s)
+	// Room that spot pods have comes last.
+	choose := func(t ledger.Tier, free []mig.Place) ([]mig.Place, error) {
+		rooms := f.ledger.Rooms(gpus, t)
+		offers := make([]mig.Offer, 0, len(gpus))
+		for _, u := range gpus {
+			room := rooms[u]
+			if room.Card == nil {
+				continue
 			}
+			o := mig.Offer{GPU: u, Card: room.Card, Pinned: room.Placements, Warm: room.Free(), Rank: rank[u]}
+			for _, s := range v.MIG[u].Warm {
+				if !slices.Contains(room.Placements, s) {
+					o.Warm = append(o.Warm, s)
+				}
+			}
+			offers = append(offers, o)
 		}
-		offers = append(offers, o)
+		return mig.Prefer(offers, free, given, n)
 	}
-	chosen, err := mig.Prefer(offers, free, given, n)
+	chosen, err := choose(ledger.Spot, free)
+	if err != nil && r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0 {
+		if n == len(given)+1 {
+			free = f.leastSpot(free)
+		}
+		chosen, err = choose(ledger.Guaranteed, free)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -69,8 +69,10 @@ func (s *supply) explain(r *Resource, err error) error {
 type supply struct {
 	// must are the devices that the answer must have.
 	must []string
-	// idle are the devices without an allocation, taken those with one.
+	// idle are the devices without an allocation, taken those with one. A guaranteed request may also have
+	// those of the spot allocations spot.
 	idle, taken []string
+	spot        []*spotHolder
 	// refusal is why a device that the kubelet offers is in no list. Empty if all are.
 	refusal string
 	// refused is why devices of the GPUs that apart leaves out do not go together with others; nil if it
@@ -82,7 +84,7 @@ type supply struct {
 func (p *preference) supply() *supply {
 	r := p.of
 	s := &supply{must: p.must, idle: make([]string, 0, len(p.available))}
-	taken, gpus := p.front.covered(r.Name)
+	has := p.front.covered(r)
 	given := make(map[string]bool, len(p.must))
 	for _, id := range p.must {
 		given[id] = true
@@ -100,8 +102,14 @@ func (p *preference) supply() *supply {
 			if why := dev.refusal(); s.refusal == "" || why < s.refusal { // the kubelet offers them in random order
 				s.refusal = why
 			}
-		case taken[id] || gpus[dev.GPU]:
+		case has.taken[id] || has.gpus[dev.GPU]:
 			s.taken = append(s.taken, id)
+		case has.spot[id] != nil:
+			h := has.spot[id]
+			if len(h.on) == 0 {
+				s.spot = append(s.spot, h)
+			}
+			h.on[dev.GPU] = append(h.on[dev.GPU], id)
 		default:
 			s.idle = append(s.idle, id)
 		}
@@ -109,26 +117,42 @@ func (p *preference) supply() *supply {
 	return s
 }
 
-// covered returns what allocations cover of a resource: ids are its devices that they have, and
-// gpus the GPUs that they have as another resource.
-func (f *FrontEnd) covered(resource string) (ids map[string]bool, gpus map[gpu.UUID]bool) {
-	ids, gpus = map[string]bool{}, map[gpu.UUID]bool{}
+// coverage is what allocations have of a resource's devices.
+type coverage struct {
+	// taken are the devices that they have, and gpus the GPUs that they have as another kind of piece.
+	taken map[string]bool
+	gpus  map[gpu.UUID]bool
+	// spot maps the devices that spot allocations alone have to those, for a guaranteed request.
+	spot map[string]*spotHolder
+}
+
+// covered returns what allocations have of a resource's devices. A spot allocation has nothing that a
+// guaranteed one could not be given.
+func (f *FrontEnd) covered(r *Resource) *coverage {
+	c := &coverage{taken: map[string]bool{}, gpus: map[gpu.UUID]bool{}, spot: map[string]*spotHolder{}}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	held := f.ledger.Allocations()
 	for i := range held {
 		a := &held[i]
-		if e := f.seen[a.ID]; e != nil && e.resource == resource {
-			for _, id := range e.ids {
-				ids[id] = true
+		e := f.seen[a.ID]
+		switch {
+		case e == nil || a.Kind() != r.Kind:
+			for _, u := range a.GPUs() {
+				c.gpus[u] = true
 			}
-			continue
-		}
-		for _, u := range a.GPUs() {
-			gpus[u] = true
+		case a.Tier == ledger.Spot && r.Tier == ledger.Guaranteed:
+			h := &spotHolder{id: a.ID, given: a.Given, out: a.Out(), on: map[gpu.UUID][]string{}}
+			for _, id := range e.ids {
+				c.spot[id] = h
+			}
+		default:
+			for _, id := range e.ids {
+				c.taken[id] = true
+			}
 		}
 	}
-	return ids, gpus
+	return c
 }
 
 // refusal returns why Allocate refuses a device that is Unhealthy or leaving.
@@ -143,8 +167,11 @@ func (dev *Device) refusal() string {
 // and the rest from those with allocations. The ID of a whole GPU is its UUID.
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
 	of, must := s.idle, s.must
-	if n > len(s.must)+len(s.idle) {
-		of, must = s.taken, slices.Concat(s.must, s.idle)
+	if short := n - len(s.must) - len(s.idle); short > 0 {
+		of = append(slices.Clone(of), s.wholeOverSpot(short)...)
+	}
+	if n > len(s.must)+len(of) {
+		of, must = s.taken, slices.Concat(s.must, of)
 	}
 	chosen, err := g.Choose(topology.Request{Available: toUUIDs(of), Must: toUUIDs(must), N: n, Free: free})
 	if err != nil {
@@ -162,6 +189,11 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 // takes all idle units, and the rest from those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
+	if errors.Is(err, gpu.ErrNoRoom) && len(s.spot) > 0 {
+		if must, available, ok := s.unitsOverSpot(n, rank); ok {
+			return timeslice.PreferUnits(available, must, n, rank)
+		}
+	}
 	if len(s.taken) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
 		return out, err
 	}

@@ -158,6 +158,9 @@ func (f *FrontEnd) sortLocked(o *Observation) *sorted {
 	}
 	for _, u := range o.Uses {
 		s.uses[u.Key] = append(s.uses[u.Key], u)
+		if e := f.seen[u.Key]; e != nil && u.Created.After(e.created) {
+			e.created = u.Created
+		}
 		if a, ok := f.ledger.Get(u.Key); ok && f.seen[u.Key] != nil && !a.CapsKnown() {
 			if r, err := ledger.ReadRecord(u.Record); err == nil && cdi.Key(r.Resource, IDs(r.Grants)) == u.Key {
 				f.ledger.Learn(u.Key, r.Grants)
@@ -177,6 +180,9 @@ func (f *FrontEnd) Seen(u Use, now time.Time) {
 		a, _ := f.ledger.Get(u.Key)
 		if f.belongsLocked(&a, e, &u, false) && (len(e.podUIDs) > 0 || u.Created.After(a.Given)) {
 			e.started = true
+			if u.Created.After(e.created) {
+				e.created = u.Created
+			}
 			u.Since = u.Created
 			f.ledger.SetHolder(u.Key, u.Holder)
 		}
@@ -316,11 +322,15 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 	}
 	for i := range held {
 		a, e := &held[i], f.seen[held[i].ID]
+		if e != nil && a.Yielding() {
+			f.checkYieldLocked(a, o)
+			continue
+		}
 		if e == nil || a.IsOpen() && !a.Twice || !o.Asked.After(a.Given) && !a.Adopted {
 			continue
 		}
 		var others, told []string
-		if a.Twice && o.Asked.Sub(a.Entered) < Grace {
+		if a.Twice && o.Asked.Sub(a.Entered) < Grace || f.startsInSpotLocked(a, held, o) {
 			const somebody = "a container that is about to be created"
 			others, told = []string{somebody}, []string{somebody}
 		}
@@ -343,6 +353,33 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 		}
 		f.ledger.Looked(a.ID, a.Epoch, list(others), list(told))
 	}
+}
+
+// checkYieldLocked finds out whether a spot allocation that yields has a container still. Since it was asked to
+// yield, none is let in.
+func (f *FrontEnd) checkYieldLocked(a *ledger.Allocation, o *Observation) {
+	if o.Asked.After(a.Yield.Since) && !f.startsLocked(a, o) &&
+		!slices.ContainsFunc(o.Uses, func(u Use) bool { return u.Key == a.ID }) {
+		f.ledger.SetOut(a.ID, a.Epoch)
+	}
+}
+
+// startsInSpotLocked reports whether a container may be about to be created that has room of a guaranteed
+// allocation in the spot tier: it was let in before that allocation was made.
+func (f *FrontEnd) startsInSpotLocked(a *ledger.Allocation, held []ledger.Allocation, o *Observation) bool {
+	if a.Tier != ledger.Guaranteed {
+		return false
+	}
+	return slices.ContainsFunc(held, func(s ledger.Allocation) bool {
+		return slices.Contains(s.Yield.To, a.ID) && f.startsLocked(&s, o)
+	})
+}
+
+// startsLocked reports whether a container of an allocation may be about to be created: Prepare has let it in,
+// and the runtime has not shown it yet.
+func (f *FrontEnd) startsLocked(a *ledger.Allocation, o *Observation) bool {
+	e := f.seen[a.ID]
+	return e != nil && !a.Entered.IsZero() && o.Asked.Sub(a.Entered) < Grace && e.created.Before(a.Entered)
 }
 
 // list joins words in sorted order, each once.

@@ -44,6 +44,9 @@ type Allocation struct {
 	ID string
 	// Owner is the front-end that took it, and the only one that may renew or release it.
 	Owner FrontEnd
+	Tier  Tier
+	// Yield is why it gives its room back. Only a spot allocation has one.
+	Yield Yield
 	// Resource is what was asked for, in the front-end's words: the name of an extended resource,
 	// or of the DRA driver.
 	Resource string
@@ -192,13 +195,14 @@ func (a *Allocation) CapsKnown() bool {
 
 // Record returns the allocation's record.
 func (a *Allocation) Record() Record {
-	return Record{Owner: a.Owner, Resource: a.Resource, Ref: a.Ref, Grants: a.Grants}
+	return Record{Owner: a.Owner, Tier: a.Tier, Resource: a.Resource, Ref: a.Ref, Grants: a.Grants}
 }
 
 // Record is the part of an allocation that is written down: its grants and its owner. The ID is
 // kept beside it.
 type Record struct {
 	Owner    FrontEnd `json:"frontEnd"`
+	Tier     Tier     `json:"tier,omitempty"`
 	Resource string   `json:"resource"`
 	Ref      string   `json:"ref,omitempty"`
 	Grants   []Grant  `json:"grants"`
@@ -217,10 +221,13 @@ func ReadRecord(text string) (Record, error) {
 	return r, nil
 }
 
-// check returns an error if the record has no grants, or grants of two kinds.
+// check returns an error if the record has no grants, grants of two kinds, or an unknown tier.
 func (r *Record) check() error {
 	if len(r.Grants) == 0 {
 		return errors.New("it has no grants")
+	}
+	if !r.Tier.Known() {
+		return fmt.Errorf("this version does not know the tier %q", string(r.Tier))
 	}
 	for i := range r.Grants {
 		if first, k := r.Grants[0].Kind(), r.Grants[i].Kind(); k != first {

@@ -38,7 +38,7 @@
 //     claim, the front-end calls Release, in any phase. The ledger forgets the allocation. The loop
 //     removes the files and instances that no allocation has any longer.
 //
-// There are four turns off this road:
+// There are five turns off this road:
 //
 //   - Renew: the kubelet gives exactly the devices of an allocation to the next container before
 //     the front-end knows that the first one has ended. The ID stays, and the allocation is
@@ -51,6 +51,10 @@
 //   - SetTwice: the front-end sees that the kubelet, after the loss of its own records, has given
 //     the devices to two pods. Both share the one allocation. Prepare lets one container in, and the
 //     allocation is Reserved again. The other pod's container then waits until that one has ended.
+//   - A guaranteed allocation is made over a spot one ([Tier]), or the layout of the GPU is to change. The
+//     spot allocation is Waiting from that moment and yields ([Yield]): no container starts with it until the
+//     guaranteed one has ended. When no container of it runs any longer, the front-end calls SetOut, and what
+//     changes the hardware counts its room as free.
 //
 // [Phase] describes each phase, and [Transitions] lists all steps with their triggers. Between the
 // loop's look at an allocation and its report the allocation may be renewed. So each allocation has
@@ -76,7 +80,8 @@
 //
 // # Room
 //
-// A request may permit an overlap with other allocations. Device plugins always do, since there the
+// No two guaranteed allocations have the same room, but for this. A request may permit an overlap with other
+// allocations. Device plugins always do, since there the
 // kubelet decides: it gives the devices of an init container to the app containers of the same pod,
 // too, and those of a pod that is ending to the next. Claims never do: their front-end calls Take when
 // the pieces are free. So what is taken of a GPU is the union of its grants, not their sum. All

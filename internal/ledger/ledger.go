@@ -44,6 +44,8 @@ type Ledger struct {
 	ended    chan struct{}
 	// seen has each transition that has happened.
 	seen map[Transition]bool
+	// spots counts the spot allocations.
+	spots int
 }
 
 // allocation is the ledger's entry for an Allocation.
@@ -69,17 +71,19 @@ func New(wake func(), now func() time.Time) *Ledger {
 	}
 }
 
-// Request is what a front-end asks for. ID, Owner, Resource, Ref and Grants are those of the
+// Request is what a front-end asks for. ID, Owner, Tier, Resource, Ref and Grants are those of the
 // allocation.
 type Request struct {
 	ID       string
 	Owner    FrontEnd
+	Tier     Tier
 	Resource string
 	Ref      string
 	Grants   []Grant
 	// Overlap permits other allocations on the same pieces. The front-end sets it if it knows that
 	// these are ending, or that they are of the same pod. The allocation opens when the others have
-	// gone.
+	// gone. A guaranteed allocation may always overlap spot ones, which then yield, and a spot one may
+	// never overlap a guaranteed one.
 	Overlap bool
 }
 
@@ -114,11 +118,15 @@ func (l *Ledger) TakeAll(requests []Request) ([]Allocation, error) {
 	for i := range requests {
 		r := &requests[i]
 		a := l.addLocked(Allocation{
-			ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Given: now, Fresh: true,
+			ID: r.ID, Owner: r.Owner, Tier: r.Tier, Resource: r.Resource, Ref: r.Ref, Grants: r.Grants, Given: now,
+			Fresh: true,
 		})
 		l.epoch++
 		a.Epoch = l.epoch
-		out[i] = a.Allocation
+	}
+	l.yieldLocked()
+	for i := range requests {
+		out[i] = l.allocations[requests[i].ID].Allocation
 	}
 	return out, nil
 }
@@ -143,9 +151,10 @@ func (l *Ledger) Renew(r Request) (Allocation, error) {
 	l.removeLocked(a)
 	l.epoch++
 	next := l.addLocked(Allocation{
-		ID: r.ID, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
+		ID: r.ID, Owner: r.Owner, Tier: r.Tier, Resource: r.Resource, Ref: r.Ref, Epoch: l.epoch, Grants: r.Grants,
 		Given: now, Fresh: true, Entered: a.Entered, Twice: a.Twice,
 	})
+	l.yieldLocked()
 	return next.Allocation, nil
 }
 
@@ -157,6 +166,9 @@ func (l *Ledger) freeLocked(r *Request) error {
 		case o.Owner != r.Owner &&
 			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
+		case r.Tier == Guaranteed && o.Tier == Spot: // it yields
+		case r.Tier == Spot && o.Tier == Guaranteed && overlap(l.rooms, r.Grants, o.Grants):
+			return fmt.Errorf("guaranteed allocation %s has some of the pieces: %w", o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
 			return fmt.Errorf("allocation %s has some of the pieces: %w", o.ID, ErrHeld)
 		}
@@ -181,13 +193,15 @@ func (l *Ledger) Found(id string, r Record, given time.Time) (added bool, err er
 		}
 		a.learn(r.Grants)
 		a.date(given, now)
+		l.yieldLocked()
 		return false, nil
 	}
 	a := l.addLocked(Allocation{
-		ID: id, Owner: r.Owner, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms), Given: now,
-		Adopted: true,
+		ID: id, Owner: r.Owner, Tier: r.Tier, Resource: r.Resource, Ref: r.Ref, Grants: sized(r.Grants, l.rooms),
+		Given: now, Adopted: true,
 	})
 	a.date(given, now)
+	l.yieldLocked()
 	return true, nil
 }
 
@@ -203,6 +217,9 @@ func (a *allocation) date(given, now time.Time) {
 func (l *Ledger) addLocked(a Allocation) *allocation {
 	a.Phase = Reserved
 	l.version++
+	if a.Tier == Spot {
+		l.spots++
+	}
 	l.allocations[a.ID] = &allocation{Allocation: a, open: make(chan struct{}), gone: make(chan struct{})}
 	return l.allocations[a.ID]
 }
@@ -210,6 +227,9 @@ func (l *Ledger) addLocked(a Allocation) *allocation {
 // removeLocked removes an entry from the ledger. Whatever waits for it looks again.
 func (l *Ledger) removeLocked(a *allocation) {
 	delete(l.allocations, a.ID)
+	if a.Tier == Spot {
+		l.spots--
+	}
 	signal(a.open)
 	signal(a.gone)
 }
@@ -241,12 +261,12 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 
 // Looked reports which other holders were found on an allocation's pieces. others names them for
 // operators, forPod for the allocation's own pod; both are empty if the pieces are free. The ledger
-// ignores the report if the allocation has another epoch by now, is open, or is superseded.
+// ignores the report if the allocation has another epoch by now, is open, superseded, or to yield.
 func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
-	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded {
+	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded || a.Yield.Asked() {
 		return
 	}
 	a.After, a.forPod = others, forPod
@@ -298,7 +318,10 @@ func (l *Ledger) Reinstate(id string, epoch uint64) {
 		l.epoch++
 		a.Superseded, a.After, a.forPod, a.Epoch = false, "", "", l.epoch
 		signal(a.gone)
-		l.moveLocked(a, Taken)
+		if !a.Yield.Asked() {
+			l.moveLocked(a, Taken)
+		}
+		l.yieldLocked()
 	}
 }
 
@@ -384,6 +407,8 @@ func (l *Ledger) admit(a *allocation, asks bool) (open <-chan struct{}, _ error)
 // notOpen returns the reason why an allocation is not open, in words for its pod.
 func (a *allocation) notOpen() error {
 	switch {
+	case a.Yield.Asked():
+		return fmt.Errorf("%w: it is of the spot tier, and its room is wanted by %s", ErrNotOpen, a.forPod)
 	case a.Phase == Waiting && a.Twice:
 		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s",
 			ErrNotOpen, a.forPod)
@@ -451,7 +476,11 @@ func (l *Ledger) SetHolder(id string, h Holder, beside ...workload.Pod) {
 		if a.Holder != h {
 			l.named++
 		}
+		changed := a.Holder != h
 		a.Holder, a.Beside = h, beside
+		if changed {
+			l.yieldLocked() // its words name holders
+		}
 	})
 }
 
@@ -494,6 +523,7 @@ func (l *Ledger) Release(owner FrontEnd, id string) (Allocation, bool) {
 	l.Ends.add(a.Allocation, l.now())
 	l.moveLocked(a, Released)
 	l.removeLocked(a)
+	l.yieldLocked()
 	l.version++
 	l.released++
 	close(l.ended)

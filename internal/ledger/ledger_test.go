@@ -371,13 +371,16 @@ func TestTransitions(t *testing.T) {
 		id := fmt.Sprint("a", rng.IntN(3))
 		a, known := l.Get(id)
 		r := Request{ID: id, Owner: DevicePlugin, Grants: unitsOf("GPU-a", rng.IntN(4)), Overlap: true}
+		if rng.IntN(4) == 0 {
+			r.Tier = Spot
+		}
 		switch rng.IntN(9) {
 		case 0:
-			if _, err := l.Take(r); (err == nil) == known {
+			if _, err := l.Take(r); err == nil && known || err != nil && !known && r.Tier == Guaranteed {
 				t.Fatalf("take %+v: %v", a, err)
 			}
 		case 1:
-			if _, err := l.Renew(r); (err == nil) != known {
+			if _, err := l.Renew(r); err == nil && !known || err != nil && known && r.Tier == Guaranteed {
 				t.Fatalf("renew %+v: %v", a, err)
 			}
 		case 2:

@@ -11,7 +11,8 @@ const (
 	// pieces.
 	Reserved Phase = "reserved"
 	// Waiting: another holder still has its pieces. Or it is Superseded, and its own containers
-	// have not ended: then it opens only if it is reinstated.
+	// have not ended: then it opens only if it is reinstated. Or it yields: then it opens when the
+	// guaranteed allocation that has its room has ended.
 	Waiting Phase = "waiting"
 	// Taken: its pieces are free, and no container of it is to start yet.
 	Taken Phase = "taken"
@@ -35,19 +36,20 @@ type Step struct {
 
 // Transitions are all steps that there are. An allocation begins as Reserved.
 var Transitions = []Step{
-	{Transition{Reserved, Waiting}, "a look finds its pieces in use, or it is superseded"},
+	{Transition{Reserved, Waiting}, "a look finds its pieces in use, or it is superseded, or it is to yield"},
 	{Transition{Reserved, Taken}, "a look finds its pieces free, and its container is not to start yet"},
 	{Transition{Reserved, Making}, "a look finds its pieces free, and its container is to start"},
 	{Transition{Waiting, Taken},
 		"the previous holder has ended, and its container is not to start yet; or it is reinstated"},
 	{Transition{Waiting, Making}, "the previous holder has ended, and its container is to start"},
-	{Transition{Taken, Waiting}, "a look finds its pieces in use, or it is superseded"},
+	{Transition{Taken, Waiting}, "a look finds its pieces in use, or it is superseded, or it is to yield"},
 	{Transition{Taken, Making}, "its container is to start"},
-	{Transition{Making, Waiting}, "a look finds its pieces in use, or it is superseded"},
+	{Transition{Making, Waiting}, "a look finds its pieces in use, or it is superseded, or it is to yield"},
+	{Transition{Open, Waiting}, "it is to yield"},
 	{Transition{Taken, Open}, "what its container needs is there"},
 	{Transition{Making, Open}, "what its container needs is there"},
 	{Transition{Open, Taken}, "what its container needs is gone"},
-	{Transition{Waiting, Reserved}, "it is renewed"},
+	{Transition{Waiting, Reserved}, "it is renewed, or no longer has to yield"},
 	{Transition{Taken, Reserved}, "it is renewed"},
 	{Transition{Making, Reserved}, "it is renewed"},
 	{Transition{Open, Reserved}, "it is renewed"},

@@ -34,6 +34,7 @@ func (l *Ledger) SetMIG(gpus map[gpu.UUID]MIG) {
 	for _, a := range l.allocations {
 		a.Grants = sized(a.Grants, gpus)
 	}
+	l.yieldLocked()
 }
 
 // sized returns grants with the sizes of placements that the cards know. It returns the same slice
@@ -79,8 +80,9 @@ type taken struct {
 	reason string // what Lacks returns for it; made at its first use
 }
 
-// Rooms returns what is taken of each of these GPUs.
-func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
+// Rooms returns what is taken of each of these GPUs, for an allocation of a tier: a guaranteed one has
+// the room of spot allocations, too.
+func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	rooms := make(map[gpu.UUID]*Room, len(gpus))
@@ -96,6 +98,9 @@ func (l *Ledger) Rooms(gpus []gpu.UUID) map[gpu.UUID]*Room {
 		rooms[u] = r
 	}
 	for _, a := range l.allocations {
+		if of == Guaranteed && a.Tier != Guaranteed {
+			continue
+		}
 		for i := range a.Grants {
 			g := &a.Grants[i]
 			r := rooms[g.GPU]

@@ -161,7 +161,7 @@ func (in *Input) inspect(d *gpu.Device) (*gpuWithMIG, error) {
 			g.held[placement] = c
 			if !stands[placement] {
 				g.missing = append(g.missing, mig.Standing{
-					Placement: placement, Pinned: true, Holder: c.Who(), Reason: heldReason,
+					Placement: placement, Pinned: true, Holder: c.Who(), Reason: heldReason, Yields: c.Tier == ledger.Spot,
 				})
 				if !c.Asked.IsZero() {
 					g.wishes = append(g.wishes, wish{c, placement})
@@ -180,7 +180,7 @@ func (in *Input) inspect(d *gpu.Device) (*gpuWithMIG, error) {
 		holder, held := g.held[placement]
 		switch {
 		case held && !s.Empty:
-			s.Pinned, s.Holder, s.Reason = true, holder.Who(), heldReason
+			s.Pinned, s.Holder, s.Reason, s.Yields = true, holder.Who(), heldReason, holder.Tier == ledger.Spot
 		case inst.Busy:
 			s.Pinned, s.Holder, s.Reason = true, "a process that no allocation covers", busyReason
 		case !in.MIG.Reclaim && !in.mine(d.UUID, s):

@@ -42,6 +42,9 @@ type Layout struct {
 	// Compute is how the containers of a shared GPU share its SMs. Like the devices it changes only
 	// while no allocation is on the GPU.
 	Compute compute.Sharing `json:"compute,omitzero"`
+	// Spot is how its room is offered a second time. It changes at once, also while the GPU is held, so
+	// Equal ignores it.
+	Spot ledger.Offering `json:"spot,omitzero"`
 }
 
 // Divided returns the layout of a GPU that is divided like this and offered through the device
@@ -216,6 +219,8 @@ type Changes struct {
 	Conditions []status.Condition
 	// Blocked is in index order.
 	Blocked []Blocked
+	// Yields has the IDs of the spot allocations that changes wait for.
+	Yields map[string]bool
 	// Stuck is why the MIG mode of a dynamic GPU cannot change. Devices of the other mode cannot be
 	// given out.
 	Stuck map[gpu.UUID]status.Cause
@@ -286,7 +291,9 @@ func Make(in Input) Changes {
 	for _, w := range in.Wanted {
 		want[w.GPU] = w
 	}
+	// What has yielded holds nothing. Its devices stay listed all the same.
 	in.rows = in.listed()
+	in.Allocations = slices.DeleteFunc(slices.Clone(in.Allocations), func(a ledger.Allocation) bool { return a.Out() })
 	in.leaveUnknown()
 	for i := range in.Inventory.GPUs {
 		d := &in.Inventory.GPUs[i]
@@ -347,7 +354,51 @@ func Make(in Input) Changes {
 			out.Work = append(out.Work, Work{GPU: d.UUID, Steps: []mig.Step{{Op: mig.Disable}}})
 		}
 	}
+	in.offerSpot(want, &out)
 	return out
+}
+
+// offerSpot sets how the GPUs' room is offered to spot pods, and asks the spot holders to yield that a
+// change waits for.
+func (in *Input) offerSpot(want map[gpu.UUID]config.Want, out *Changes) {
+	for u, c := range out.Layouts {
+		switch w := want[u]; {
+		case !c.Through(ledger.DevicePlugin) || out.Blocks(u):
+			c.Spot = ledger.Offering{}
+		case w.Mode != config.Keep:
+			c.Spot = w.Spot
+		default:
+			c.Spot = in.Layouts[u].Spot
+		}
+		out.Layouts[u] = c
+	}
+	for i := range in.Allocations {
+		a := &in.Allocations[i]
+		if a.Tier != ledger.Spot {
+			continue
+		}
+		for _, b := range out.Blocked {
+			if b.waitsFor(a) {
+				if out.Yields == nil {
+					out.Yields = map[string]bool{}
+				}
+				out.Yields[a.ID] = true
+			}
+		}
+	}
+}
+
+// waitsFor reports whether a GPU's change waits for an allocation.
+func (b *Blocked) waitsFor(a *ledger.Allocation) bool {
+	if len(b.In) == 0 {
+		return a.Takes(b.GPU)
+	}
+	return slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool {
+		at, ok := g.Placement()
+		return ok && g.GPU == b.GPU && slices.ContainsFunc(b.In, func(s mig.Standing) bool {
+			return piece.SamePlace(s.Placement, at)
+		})
+	})
 }
 
 // leaveUnknown adds to Others the GPUs on which an allocation has a piece of a kind that this

@@ -596,3 +596,96 @@ func TestTurnsAndMPSNeverMeet(t *testing.T) {
 		}
 	}
 }
+
+// spot is a holder in the spot tier.
+func spot(pod string, grants ...ledger.Grant) ledger.Allocation {
+	a := held(pod, grants...)
+	a.Tier = ledger.Spot
+	return a
+}
+
+// gone is a spot holder that has given its room back.
+func gone(a ledger.Allocation) ledger.Allocation {
+	a.Yield = ledger.Yield{Layout: true, Out: true}
+	return a
+}
+
+// A change waits for spot holders only until they have yielded, and asks no other holders to. Meanwhile the GPU
+// offers nothing to spot pods. What a partition offers them changes at once, also on a GPU that is held.
+func TestChangesAndSpot(t *testing.T) {
+	inv := machine(4)
+	layouts := map[gpu.UUID]Layout{}
+	for i := range inv.GPUs {
+		layouts[uuid(i)] = sharedLayout
+	}
+	wanted := wants("whole", "whole", "shared", "shared/2")
+	for i := range wanted[:3] {
+		wanted[i].Spot.On = true
+	}
+	in := Input{Inventory: inv, Wanted: wanted, Layouts: layouts, Unit: unit, Allocations: []ledger.Allocation{
+		spot("s", units(0, 0)), gone(spot("t", units(1, 0))), spot("u", units(2, 0)), held("v", units(2, 1)), held("w", units(3, 0)), spot("x", units(3, 1)),
+	}}
+	got := Make(in)
+	want := "shared4 waits(shared→whole: ns/s); whole!; shared4; shared4 waits(shared (units of 1024 MiB)→shared (2 replicas): ns/w,ns/x)"
+	if diff := cmp.Diff(want, planText(&got, inv)); diff != "" {
+		t.Errorf("plan (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(map[string]bool{"s": true, "x": true}, got.Yields); diff != "" {
+		t.Errorf("yields (-want +got):\n%s", diff)
+	}
+	for i, on := range []bool{false, true, true, false} {
+		if got.Layouts[uuid(i)].Spot.On != on {
+			t.Errorf("GPU %d is offered to spot pods: %v", i, !on)
+		}
+	}
+	in.Wanted, in.Layouts = wants("", "", "shared", ""), got.Layouts
+	if off := Make(in); off.Layouts[uuid(2)].Spot.On || !off.Layouts[uuid(1)].Spot.On || len(off.Changing)+len(off.Blocked) > 0 {
+		t.Errorf("spot taken back: %+v, changing %v, blocked %v", off.Layouts, off.Changing, off.Blocked)
+	}
+}
+
+// A change of a MIG geometry makes those spot holders yield that are in its way. A container on demand gets the
+// room of those that have.
+func TestMIGAndSpot(t *testing.T) {
+	inv := machine(1)
+	d := &inv.GPUs[0]
+	d.MIG = a100()
+	d.MIG.Enabled = true
+	for _, at := range []int{0, 4} {
+		d.MIG.Instances = append(d.MIG.Instances, gpu.Instance{Profile: "1g.10gb", GI: 1 + at, Placement: gpu.Placement{Start: at, Size: 1}})
+	}
+	card, err := mig.NewCard(&d.MIG)
+	if err != nil {
+		t.Fatal(err)
+	}
+	in := Input{Inventory: inv, Unit: unit, Wanted: wants("mig"), Layouts: map[gpu.UUID]Layout{}, MIG: MIGInput{
+		Cards: map[gpu.UUID]*mig.Card{uuid(0): card}, Reclaim: true,
+	}}
+	three, _ := mig.Parse("3g.40gb")
+	one, _ := mig.Parse("1g.10gb")
+	in.Wanted[0].Geometry = []mig.Count{{Profile: one, N: 3}}
+	in.Allocations = []ledger.Allocation{spot("s", placement(t, "1g.10gb", 0)...), held("g", placement(t, "1g.10gb", 4)...)}
+	if got := Make(in); len(got.Blocked) > 0 || got.Yields != nil {
+		t.Errorf("beside both there is room: %+v", got.Blocked)
+	}
+	in.Wanted[0].Geometry = []mig.Count{{Profile: one, N: 1}, {Profile: three, N: 1}}
+	if got := Make(in); !got.Yields["s"] || len(got.Yields) != 1 || len(got.Blocked) != 1 {
+		t.Errorf("one of two has to go: %v, %+v", got.Yields, got.Blocked)
+	}
+	in.Wanted[0].Geometry = []mig.Count{{Profile: three, N: 2}}
+	if got := Make(in); !got.Yields["s"] || len(got.Yields) != 1 || len(got.Blocked) != 1 {
+		t.Errorf("in the way of a geometry: %v, %+v", got.Yields, got.Blocked)
+	}
+
+	wish := held("wish", placement(t, "3g.40gb", 0)...)
+	wish.Asked = time.Unix(1e9, 0)
+	in.Wanted[0].Geometry, in.Wanted[0].OnDemand = nil, true
+	in.Allocations = []ledger.Allocation{spot("s", placement(t, "1g.10gb", 0)...), wish}
+	if got := Make(in); len(got.Work) > 0 || got.Trouble["wish"].Reason != status.HeldByPods {
+		t.Errorf("over a spot holder that runs: %v, %v", got.Work, got.Trouble)
+	}
+	in.Allocations[0] = gone(in.Allocations[0])
+	if got := Make(in); len(got.Work) != 1 || got.Work[0].String() != "destroy 1g.10gb@0, create 3g.40gb@0" {
+		t.Errorf("over one that has yielded: %v, %v", got.Work, got.Trouble)
+	}
+}

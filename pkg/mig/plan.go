@@ -25,6 +25,9 @@ type Standing struct {
 	// why; both may be empty.
 	Pinned         bool
 	Holder, Reason string
+	// Yields is true if the holder of a pinned instance is asked to end for a plan that needs the room. Where
+	// one of several holders must end, it is one that yields.
+	Yields bool
 	// Empty is true for a GPU instance that was left without a compute instance.
 	Empty bool
 }
@@ -144,7 +147,7 @@ func (p *planner) dismiss() ([]Placement, error) {
 		return func(o Standing) bool { return o.Pinned && o.Holder == h }
 	}
 	for i := range p.standing {
-		if o := &p.standing[i]; o.Pinned && o.Holder != "" && !slices.Contains(shared, o.Holder) &&
+		if o := &p.standing[i]; o.Pinned && !o.Yields && o.Holder != "" && !slices.Contains(shared, o.Holder) &&
 			slices.ContainsFunc(p.standing[:i], pinnedFor(o.Holder)) {
 			shared = append(shared, o.Holder)
 		}
@@ -152,7 +155,7 @@ func (p *planner) dismiss() ([]Placement, error) {
 	slices.Sort(shared)
 	shared = shared[:min(len(shared), maxShared)]
 	for i := range p.standing {
-		if o := &p.standing[i]; o.Pinned && !slices.Contains(shared, o.Holder) {
+		if o := &p.standing[i]; o.Pinned && !o.Yields && !slices.Contains(shared, o.Holder) {
 			p.value[i] += holderUnit
 		}
 	}
@@ -353,13 +356,13 @@ func (c *Card) yield(standing []Standing, s Placement, goes []bool) {
 // cost is the cost of destroying some instances. The fields are compared in order: holders that
 // must end, pinned instances, others, and the room that is left on the GPU, as a negative number.
 type cost struct {
-	holders, instances, destroys int
-	room                         int64
+	holders, instances, yields, destroys int
+	room                                 int64
 }
 
 func (a cost) compare(b cost) int {
 	return cmp.Or(cmp.Compare(a.holders, b.holders), cmp.Compare(a.instances, b.instances),
-		cmp.Compare(a.destroys, b.destroys), cmp.Compare(a.room, b.room))
+		cmp.Compare(a.yields, b.yields), cmp.Compare(a.destroys, b.destroys), cmp.Compare(a.room, b.room))
 }
 
 // costOf returns the cost of destroying the marked instances.
@@ -370,9 +373,11 @@ func costOf(standing []Standing, goes []bool, room int64) cost {
 		case !goes[i]:
 		case !o.Pinned:
 			sum.destroys++
+		case o.Yields:
+			sum.yields++
 		default:
 			sum.instances++
-			before := func(e Standing) bool { return e.Holder == o.Holder && e.Pinned }
+			before := func(e Standing) bool { return e.Holder == o.Holder && e.Pinned && !e.Yields }
 			if o.Holder == "" || !slices.ContainsFunc(standing[:i], before) {
 				sum.holders++
 			}

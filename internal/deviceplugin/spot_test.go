@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deviceplugin
+
+import (
+	"cmp"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"example.com/gpu-agent/internal/config"
+	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/pkg/cdi"
+	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
+	"example.com/gpu-agent/pkg/timeslice"
+)
+
+const spotName = memName + ".spot"
+
+// spotted publishes a node whose room is offered twice, and returns its desk. Each GPU has eight units.
+func spotted(t *testing.T, gpus, most int) (*desk, *clock, func()) {
+	t.Helper()
+	d, c := newDesk()
+	inv := machine(gpus)
+	for i := range inv.GPUs {
+		inv.GPUs[i].Memory, inv.GPUs[i].Reserved = 8192, 0
+	}
+	var wanted []config.Want
+	for i := range inv.GPUs {
+		wanted = append(wanted, config.Want{GPU: inv.GPUs[i].UUID, Mode: config.Shared, API: ledger.DevicePlugin,
+			Spot: ledger.Offering{On: true, Most: most}})
+	}
+	publish := func() {
+		d.Publish(func(held []ledger.Allocation) *Offer {
+			changes := plan.Make(plan.Input{Inventory: inv, Wanted: wanted, Layouts: map[gpu.UUID]plan.Layout{}, Unit: 1024, Allocations: held})
+			return Build(Input{Inventory: inv, Changes: &changes, Held: held, Names: names})
+		})
+	}
+	publish()
+	return d, c, publish
+}
+
+// free returns the numbers of a GPU's devices that the kubelet may give out.
+func free(d *desk, resource string, u gpu.UUID) (out []int) {
+	for _, dev := range d.Offer().resource(resource).Devices {
+		if dev.GPU == u && dev.Healthy && !dev.Leaving {
+			_, n, _ := timeslice.ParseID(dev.ID)
+			out = append(out, n)
+		}
+	}
+	return out
+}
+
+// The guaranteed list never changes for spot's sake. The spot list has what no guaranteed allocation has, from the
+// Allocate on, and has it again when that one ends.
+func TestSpotListFallsAndRises(t *testing.T) {
+	d, _, publish := spotted(t, 1, 0)
+	u := nth(0)
+	if _, err := d.Allocate(spotName, ids(u, 6, 7)); err != nil {
+		t.Fatal(err)
+	}
+	told := told(d, spotName)
+	g, err := d.Allocate(memName, ids(u, 0, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !told() {
+		t.Error("the kubelet is not told of the spot list")
+	}
+	for range 2 {
+		if got := free(d, spotName, u); !slices.Equal(got, []int{2, 3, 4, 5, 6, 7}) {
+			t.Errorf("spot pods may have %v", got)
+		}
+		if got := free(d, memName, u); len(got) != 8 {
+			t.Errorf("guaranteed pods may have %v", got)
+		}
+		publish()
+	}
+	if _, err := d.Allocate(spotName, ids(u, 1, 2)); err == nil || !strings.Contains(err.Error(), guaranteedHas) {
+		t.Errorf("spot over guaranteed: %v", err)
+	}
+	d.FrontEnd.Release(g.ID)
+	if got := free(d, spotName, u); len(got) != 8 {
+		t.Errorf("after its end spot pods may have %v", got)
+	}
+}
+
+// Where a partition bounds spot, spot pods keep what they have, and may have as much more as is left, from the far
+// end of the GPU.
+func TestMostOfSpot(t *testing.T) {
+	d, _, _ := spotted(t, 1, 3)
+	u := nth(0)
+	if got := free(d, spotName, u); !slices.Equal(got, []int{5, 6, 7}) {
+		t.Errorf("at first: %v", got)
+	}
+	a, err := d.Allocate(spotName, ids(u, 5, 6))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Allocate(memName, ids(u, 7)); err != nil {
+		t.Fatal(err)
+	}
+	if got := free(d, spotName, u); !slices.Equal(got, []int{4, 5, 6}) {
+		t.Errorf("with two held, and the last one guaranteed: %v", got)
+	}
+	if _, err := d.Allocate(memName, ids(u, 5)); err != nil {
+		t.Fatal(err)
+	}
+	if b, _ := d.Get(a.ID); !b.Yielding() {
+		t.Fatal("it does not yield")
+	}
+	if got := free(d, spotName, u); !slices.Equal(got, []int{3, 4, 6}) {
+		t.Errorf("what yields does not count: %v", got)
+	}
+}
+
+// A guaranteed request gets free room first, then room over the fewest spot holders, among equals the youngest,
+// and devices of other guaranteed allocations last.
+func TestPreferOverSpot(t *testing.T) {
+	type held struct {
+		resource string
+		ids      []string
+	}
+	a, b := nth(0), nth(1)
+	for name, c := range map[string]struct {
+		held []held
+		n    int
+		want []string
+	}{
+		"free room":             {[]held{{spotName, ids(a, 0, 1, 2, 3, 4)}}, 4, ids(b, 0, 1, 2, 3)},
+		"free room beside it":   {[]held{{spotName, ids(a, 0, 1, 2, 3)}}, 4, ids(a, 4, 5, 6, 7)},
+		"one holder, not two":   {[]held{{spotName, ids(a, 0, 1, 2)}, {spotName, ids(a, 3, 4, 5)}, {spotName, ids(b, 0, 1, 2, 3, 4, 5)}}, 8, ids(b, 0, 1, 2, 3, 4, 5, 6, 7)},
+		"the youngest":          {[]held{{spotName, ids(a, 0, 1, 2, 3, 4, 5)}, {spotName, ids(b, 0, 1, 2, 3, 4, 5)}}, 5, ids(b, 0, 1, 2, 6, 7)},
+		"the one that is large": {[]held{{spotName, ids(a, 0, 1, 2)}, {spotName, ids(a, 3)}, {memName, ids(a, 4, 5, 6, 7)}, {memName, ids(b, 0, 1, 2, 3, 4, 5, 6)}}, 3, ids(a, 0, 1, 2)},
+		"not over guaranteed":   {[]held{{memName, ids(a, 0, 1, 2, 3, 4)}, {spotName, ids(b, 0, 1, 2, 3, 4)}}, 6, ids(b, 0, 1, 2, 5, 6, 7)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d, clock, _ := spotted(t, 2, 0)
+			for _, h := range c.held {
+				clock.pass(time.Second)
+				if _, err := d.Allocate(h.resource, h.ids); err != nil {
+					t.Fatal(err)
+				}
+			}
+			var available []string
+			taken := map[string]bool{}
+			for _, h := range c.held {
+				for _, id := range h.ids {
+					taken[id] = taken[id] || h.resource == memName
+				}
+			}
+			for _, id := range slices.Concat(ids(a, 0, 1, 2, 3, 4, 5, 6, 7), ids(b, 0, 1, 2, 3, 4, 5, 6, 7)) {
+				if !taken[id] {
+					available = append(available, id)
+				}
+			}
+			got, err := d.Prefer(memName, available, nil, c.n)
+			slices.Sort(got)
+			if err != nil || !slices.Equal(got, c.want) {
+				t.Errorf("%v, %v; want %v", got, err, c.want)
+			}
+		})
+	}
+}
+
+// Of placements on demand, too: room that nobody has, then that of the youngest spot holder.
+func TestPreferPlacementsOverSpot(t *testing.T) {
+	card := a100.card(t)
+	d, clock := newDesk()
+	o := onDemand(map[gpu.UUID]*mig.Card{gpuA: card}, nil)
+	for i := range len(o.Resources) {
+		r := o.Resources[i]
+		r.Name, r.Tier, r.Devices = InTier(r.Name, ledger.Spot), ledger.Spot, slices.Clone(r.Devices)
+		o.Resources = append(o.Resources, r)
+	}
+	slices.SortFunc(o.Resources, func(a, b Resource) int { return cmp.Compare(a.Name, b.Name) })
+	d.set(o)
+	three := "example.com/mig-3g.40gb"
+	take := func(resource string, at string) {
+		t.Helper()
+		clock.pass(time.Second)
+		if _, err := d.Allocate(resource, on(gpuA, at)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	prefer := func(n int) []string {
+		t.Helper()
+		got, err := d.Prefer(three, on(gpuA, "3g.40gb@0", "3g.40gb@4"), nil, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		slices.Sort(got)
+		return got
+	}
+	take("example.com/mig-1g.10gb.spot", "1g.10gb@0")
+	if got := prefer(1); !slices.Equal(got, on(gpuA, "3g.40gb@4")) {
+		t.Errorf("beside a spot holder: %v", got)
+	}
+	take("example.com/mig-1g.10gb.spot", "1g.10gb@4")
+	if got := prefer(1); !slices.Equal(got, on(gpuA, "3g.40gb@4")) {
+		t.Errorf("over the younger one: %v", got)
+	}
+	take("example.com/mig-1g.10gb.spot", "1g.10gb@5")
+	if got := prefer(1); !slices.Equal(got, on(gpuA, "3g.40gb@0")) {
+		t.Errorf("over one, not two: %v", got)
+	}
+	if got := prefer(2); len(got) != 2 {
+		t.Errorf("both: %v", got)
+	}
+	take(three, "3g.40gb@0")
+	if a, _ := d.Get(cdi.Key("example.com/mig-1g.10gb.spot", on(gpuA, "1g.10gb@0"))); !a.Yielding() {
+		t.Error("the spot holder there does not yield")
+	}
+	for _, id := range on(gpuA, "3g.40gb@4", "7g.80gb@0") {
+		healthy := device1(t, d, id).Healthy
+		if want := strings.Contains(id, "3g"); healthy != want {
+			t.Errorf("%s is healthy for guaranteed pods: %v", id, healthy)
+		}
+	}
+	for _, dev := range d.Offer().resource(three + ".spot").Devices {
+		if dev.Healthy {
+			t.Errorf("%s is offered to spot pods", dev.ID)
+		}
+	}
+}
+
+// A guaranteed container waits until the spot container in its room has ended, also for one that is only about to
+// be created. The spot container's next start waits until the guaranteed one has ended.
+func TestGuaranteedWaitsForSpot(t *testing.T) {
+	d, clock, _ := spotted(t, 1, 0)
+	u := nth(0)
+	s, err := d.Allocate(spotName, ids(u, 0, 1, 2, 3))
+	if err != nil {
+		t.Fatal(err)
+	}
+	clock.pass(time.Second)
+	running := Use{ID: "c1", Key: s.ID, Holder: holder("batch", "job", "c", "uid-job")}
+	look := func(uses ...Use) {
+		clock.pass(time.Second)
+		d.Reconcile(Observation{Asked: clock.now(), Uses: uses, Runtime: true})
+	}
+	look()
+	if !ready(d, s.ID) || d.Prepare(t.Context(), spotName, ids(u, 0, 1, 2, 3)) != nil {
+		t.Fatal("the spot container does not start")
+	}
+	g, err := d.Allocate(memName, ids(u, 3, 4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	phase := func(id string) ledger.Phase { return allocationOf(t, d, id).Phase }
+	look() // the runtime has not shown the container that was let in
+	if phase(g.ID) != ledger.Waiting || isOut(d, s.ID) {
+		t.Fatalf("while it is about to be created: %s, %+v", phase(g.ID), allocationOf(t, d, s.ID).Yield)
+	}
+	running.Created = clock.now()
+	look(running)
+	if a := allocationOf(t, d, g.ID); a.Phase != ledger.Waiting || a.After != "batch/job" {
+		t.Fatalf("while it runs: %s after %q", a.Phase, a.After)
+	}
+	look()
+	if phase(g.ID) != ledger.Taken || !isOut(d, s.ID) {
+		t.Fatalf("after its end: %s, %+v", phase(g.ID), allocationOf(t, d, s.ID).Yield)
+	}
+	if !ready(d, g.ID) {
+		t.Fatal("the guaranteed container does not start")
+	}
+	look()
+	if phase(s.ID) != ledger.Waiting {
+		t.Fatalf("beside the guaranteed one: %s", phase(s.ID))
+	}
+	d.FrontEnd.Release(g.ID)
+	look()
+	if phase(s.ID) != ledger.Taken {
+		t.Fatalf("after the guaranteed one: %s", phase(s.ID))
+	}
+}
+
+func isOut(d *desk, id string) bool {
+	a, _ := d.Get(id)
+	return a.Out()
+}
+
+// Names of the spot tier: which there are, and what they say.
+func TestSpotNames(t *testing.T) {
+	for resource, ours := range map[string]bool{
+		memName + ".spot": true, gpuName + ".spot": true, "example.com/mig-3g.40gb.spot": true,
+		"example.com/mig-1c.3g.40gb.spot": true, repName + ".spot": false, "example.com/spot": false,
+		"example.com/gpu-mem.spot.spot": false, "example.com/.spot": false,
+	} {
+		if names.Ours(resource) != ours {
+			t.Errorf("%s is ours: %v", resource, !ours)
+		}
+	}
+	r, err := RecordOf(spotName, ids(nth(0), 1))
+	if err != nil || r.Tier != ledger.Spot {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if r, err = RecordOf(memName, ids(nth(0), 1)); err != nil || r.Tier != ledger.Guaranteed {
+		t.Errorf("%+v, %v", r, err)
+	}
+	if _, err := RecordOf(repName+".spot", ids(nth(0), 1)); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("replicas: %v", err)
+	}
+	for _, want := range []string{memName + ".spot", gpuName + ".spot"} {
+		if !slices.Contains(names.Fixed(), want) {
+			t.Errorf("%s is not among %v", want, names.Fixed())
+		}
+	}
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"slices"
+	"strings"
+	"time"
+)
+
+// Tier is whether an allocation keeps its room until it ends.
+type Tier string
+
+// Tiers.
+const (
+	// Guaranteed keeps its room. No two guaranteed allocations have the same piece, but for the cases
+	// that Request.Overlap permits.
+	Guaranteed Tier = ""
+	// Spot has room that no guaranteed allocation has, and gives it back when one is given it.
+	Spot Tier = "spot"
+)
+
+// Known reports whether this version knows the tier.
+func (t Tier) Known() bool { return t == Guaranteed || t == Spot }
+
+// Word returns the tier for people and metrics: "guaranteed" or "spot".
+func (t Tier) Word() string {
+	if t == Guaranteed {
+		return "guaranteed"
+	}
+	return string(t)
+}
+
+// Offering is how a GPU's room is offered a second time, to spot pods. The zero value does not offer it.
+type Offering struct {
+	// On is true if it is.
+	On bool `json:"on,omitempty"`
+	// Most is how many memory units of the GPU spot pods may have at once; 0 means all.
+	Most int `json:"most,omitempty"`
+}
+
+// Yield is why a spot allocation gives its room back. The zero Yield gives none. As long as there is one, no
+// container starts with the allocation.
+type Yield struct {
+	// Since is the time from which the allocation's grace counts.
+	Since time.Time
+	// To are the guaranteed allocations that have its pieces, sorted. Layout is true if the layout of
+	// its GPU is to change.
+	To     []string
+	Layout bool
+	// Out is true if a look that began after Since has found no container of it.
+	Out bool
+}
+
+// Asked reports whether there is a reason to give the room back.
+func (y *Yield) Asked() bool { return len(y.To) > 0 || y.Layout }
+
+// Yielding reports whether a spot allocation is to give its room back, and may have a container still.
+func (a *Allocation) Yielding() bool { return a.Yield.Asked() && !a.Yield.Out }
+
+// Out reports whether a spot allocation has given its room back: no container of it runs or can start.
+func (a *Allocation) Out() bool { return a.Yield.Asked() && a.Yield.Out }
+
+// yieldLocked works out which spot allocations give their room back, and to which guaranteed ones. It is
+// called whenever an allocation comes, goes, or has other grants.
+func (l *Ledger) yieldLocked() {
+	if l.spots == 0 {
+		return
+	}
+	for _, a := range l.allocations {
+		if a.Tier != Spot {
+			continue
+		}
+		var to []string
+		var since time.Time
+		for _, g := range l.allocations {
+			if g.Tier == Guaranteed && overlap(l.rooms, g.Grants, a.Grants) {
+				to = append(to, g.ID)
+				if since.IsZero() || g.Given.Before(since) {
+					since = g.Given
+				}
+			}
+		}
+		slices.Sort(to)
+		l.askLocked(a, to, a.Yield.Layout, since)
+	}
+}
+
+// askLocked sets why a spot allocation gives its room back. since is when it was asked, if it was not asked
+// before.
+func (l *Ledger) askLocked(a *allocation, to []string, layout bool, since time.Time) {
+	was := a.Yield.Asked()
+	a.Yield.To, a.Yield.Layout = to, layout
+	switch {
+	case !a.Yield.Asked():
+		a.Yield = Yield{}
+		if was && !a.Superseded { // whether its pieces are free, the next look finds out
+			a.After, a.forPod = "", ""
+			l.moveLocked(a, Reserved)
+		}
+	case !was:
+		a.Yield.Since, a.Yield.Out = since, false
+		l.moveLocked(a, Waiting)
+	}
+	if a.Yield.Asked() && !a.Superseded {
+		a.After, a.forPod = l.whyLocked(a)
+	}
+}
+
+// whyLocked returns to whom a spot allocation gives its room, in words for operators and for its own pod.
+func (l *Ledger) whyLocked(a *allocation) (others, forPod string) {
+	if len(a.Yield.To) == 0 {
+		const layout = "the GPU's layout changes"
+		return layout, layout
+	}
+	var names, told []string
+	for _, id := range a.Yield.To {
+		g := l.allocations[id]
+		names, told = append(names, g.Who()), append(told, g.Holder.Told(a.Holder.Namespace, id))
+	}
+	return strings.Join(names, ", "), strings.Join(told, ", ")
+}
+
+// SetLayoutYields sets which spot allocations give their room back because the layout of their GPU is to
+// change, and takes that back for all others.
+func (l *Ledger) SetLayoutYields(ids map[string]bool) {
+	now := l.now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.spots == 0 {
+		return
+	}
+	for _, a := range l.allocations {
+		if a.Tier == Spot && a.Yield.Layout != ids[a.ID] {
+			l.askLocked(a, a.Yield.To, ids[a.ID], now)
+			l.version++
+		}
+	}
+}
+
+// SetOut reports that no container of a spot allocation that gives its room back runs, or can be about to
+// start. It does nothing if the allocation has another epoch by now.
+func (l *Ledger) SetOut(id string, epoch uint64) {
+	l.edit(id, func(a *allocation) {
+		if a.Epoch == epoch && a.Yielding() {
+			a.Yield.Out = true
+			l.version++
+		}
+	})
+}
+
+// Spots returns how many spot allocations there are.
+func (l *Ledger) Spots() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.spots
+}
