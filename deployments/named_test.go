@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"example.com/gpu-agent/internal/deviceplugin"
 )
 
 // others are flags of other programs that documents name by themselves, with the program.
@@ -105,6 +107,9 @@ func TestDocsNameLabelsAndAnnotations(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+	}
+	for _, resource := range deviceplugin.ResourceNames("example.com").Fixed() { // their names are put together
+		add(`example\.com/(gpu\.[a-z.-]*[a-z])`, resource)
 	}
 	if len(have) < 25 {
 		t.Fatalf("the sources have only %q", slices.Sorted(maps.Keys(have)))

@@ -145,7 +145,7 @@ type Names struct {
 // ResourceNames returns the names in a resource domain.
 func ResourceNames(domain string) *Names { return &Names{domain + "/"} }
 
-// spotSuffix ends the names of the resources that spot pods ask for.
+// spotSuffix ends the names of the resources that spot pods ask for, such as gpu.spot and gpu-mem.spot.
 const spotSuffix = ".spot"
 
 // InTier returns the name by which pods ask for a resource's devices in a tier.

@@ -153,7 +153,11 @@ func (d *drawing) returns(top, height int) {
 		if at, ok := h.Return(); ok {
 			line++
 			d.add(`<line x1="%.1f" x2="%[1]f" y1="%d" y2="%d" stroke="#2e7d32" stroke-width="1.5" stroke-dasharray="2 3"/>`, d.x(at), top, top+height)
-			d.text(d.x(at)+4, float64(top+height-6-14*((line-1)%4)), "start", "#1b5e20", 12, h.Name+" comes back")
+			x, anchor := d.x(at)+4, "start"
+			if x > plotRight-110 { // the words would leave the picture
+				x, anchor = d.x(at)-4, "end"
+			}
+			d.text(x, float64(top+height-6-14*((line-1)%4)), anchor, "#1b5e20", 12, h.Name+" comes back")
 		}
 	}
 }
