@@ -80,9 +80,11 @@ func TestLimitBeforeTheFirstInstruction(t *testing.T) {
 	b := onLimits(t)
 	const limit = 2 * giB
 	starts, atOnce, mostKills, mostExecs := 6, 6, 1, 1000
+	between := 5 * time.Second // kills, at most
 	switch {
 	case *long:
-		starts, atOnce, mostKills, mostExecs = 1000, 16, 1000, 100_000
+		// The kubelet's back-off must leave the agent up for most of the time, or containers wait for it alone.
+		starts, atOnce, mostKills, mostExecs, between = 1000, 16, 1000, 100_000, 30*time.Second
 	case testing.Short():
 		starts, atOnce, mostKills, mostExecs = 2, 2, 0, 2
 	}
@@ -113,7 +115,7 @@ func TestLimitBeforeTheFirstInstruction(t *testing.T) {
 			select {
 			case <-busy.Done():
 				return
-			case <-time.After(time.Duration(1000+rand.IntN(4000)) * time.Millisecond):
+			case <-time.After(time.Second + rand.N(between-time.Second)):
 			}
 			if err := agent.Crash(busy); err == nil {
 				kills++
