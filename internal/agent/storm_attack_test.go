@@ -413,7 +413,7 @@ func (s *storm) giveLocked(c *stormContainer) {
 			u, key := gpu.UUID(onGPU(id)), cdi.Key(resource, ids)
 			bytes, err := s.pages.Limit(key, u)
 			fits := err == nil && bytes > 0
-			switch resource {
+			switch _, resource := deviceplugin.TierOf(resource); resource {
 			case memResource: // of the size that they had when it was admitted
 				fits = fits && slices.ContainsFunc([]gpu.MiB{unit / 2, unit, 2 * unit}, func(size gpu.MiB) bool {
 					return bytes == uint64(len(ids))*uint64(size)<<20

@@ -72,6 +72,7 @@ type storm struct {
 	// hw is the GPUs' MIG side; a storm with MIG lays GPUs out with it.
 	hw      *outside
 	mig     bool
+	tiers   bool            // partitions offer room to spot pods, too
 	ctx     context.Context // of the agent
 	nextPod int
 	deaf    bool
@@ -612,6 +613,7 @@ func (s *storm) allocate(p *stormPod, part int) bool {
 			before := s.offer()
 			chosen, err := source.Prefer(append(slices.Clone(free), ids...), ids, n)
 			if err != nil {
+				s.checkRefusal(before, resource, free, ids, n, err)
 				return false
 			}
 			s.checkChoice(before, resource, free, ids, chosen)
@@ -755,10 +757,15 @@ func (s *storm) step() {
 	}
 	end := func(p *stormPod) { s.endLocked(func(c *stormContainer) bool { return c.pod == p }) }
 	defer s.telling()
+	s.yields()
 	defer s.agent.LookAtCheckpoint() // as what watches the kubelet's directory
 	if s.late != "" && s.rng.IntN(4) == 0 {
 		s.agent.SetFile("p.yaml", []byte(s.late))
 		s.late = ""
+	}
+	if s.tiers && s.rng.IntN(2) == 0 {
+		s.crowd(live)
+		return
 	}
 	if s.rng.IntN(12) < 1+s.claims.turn {
 		s.heal()
@@ -883,6 +890,9 @@ func (s *storm) step() {
 		if s.rng.IntN(4) < 1+3*s.claims.turn {
 			file = s.throughBoth()
 		}
+		if s.tiers {
+			file = s.spotted(file)
+		}
 		s.partition = file
 		s.note("edit: %q", file)
 		s.agent.SetFile("p.yaml", []byte(file))
@@ -973,6 +983,9 @@ func (s *storm) restartAgent() {
 	if attacks("many") && s.rng.IntN(8) == 0 {
 		file = tooMany
 	}
+	if s.tiers {
+		file = s.spotted(file)
+	}
 	if s.rng.IntN(2) == 0 || crowded {
 		s.agent.SetFile("p.yaml", []byte(file))
 	} else {
@@ -1053,11 +1066,15 @@ func (s *storm) check(when string) {
 			key := cdi.Key(resource, ids)
 			went := s.attack.went[key] && !s.agent.loop.reader.answered
 			s.attack.went[key] = s.specs[key] == nil && (sick || went)
-			if s.specs[key] == nil && c.pod.active && !sick && !went && !c.lost && !c.early {
-				a, held := s.agent.ledger.Get(key)
+			a, held := s.agent.ledger.Get(key)
+			if s.specs[key] == nil && c.pod.active && !sick && !went && !c.lost && !c.early && !a.Yield.Asked() {
 				s.t.Errorf("%s: %s runs and the file of its allocation on %v is gone; it is held %v, %s, after %q", when, c.ID, ids, held, a.Phase, a.After)
 			}
 			s.checkCap(when, c, resource, ids)
+			tier, resource := deviceplugin.TierOf(resource)
+			if tier == ledger.Spot {
+				s.done["spot runs"]++
+			}
 			for _, id := range ids {
 				// Where the kubelet has lost count of a container it may give what that has to another of
 				// the same pod: these share the one allocation, and its cap.
@@ -1183,17 +1200,115 @@ func (s *storm) calm() {
 // in every way, restarts of kubelet and agent, edits of the partition, faults,
 // witnesses that do not answer, and what storm_attack_test.go has.
 // -storm.steps and -storm.seed choose another.
-func TestStorm(t *testing.T) { runStorm(t, false) }
+func TestStorm(t *testing.T) { runStorm(t, false, false) }
 
 // TestStormWithMIG is the same on GPUs with MIG, live and on demand,
 // with a driver of which one call in ten fails.
-func TestStormWithMIG(t *testing.T) { runStorm(t, true) }
+func TestStormWithMIG(t *testing.T) { runStorm(t, true, false) }
+
+// TestStormOfTiers is both with room that is offered a second time: no two containers, of whatever tier, run on one
+// piece, no guaranteed pod is refused for spot's sake, and no change of a partition waits for spot pods that have
+// ended.
+func TestStormOfTiers(t *testing.T) {
+	t.Run("shares", func(t *testing.T) { runStorm(t, false, true) })
+	t.Run("MIG", func(t *testing.T) { runStorm(t, true, true) })
+}
+
+// spotted returns a partition with the room of some of its GPUs offered a second time.
+func (s *storm) spotted(file string) string {
+	const item = "    - "
+	head, rest, _ := strings.Cut(file, item)
+	entries := strings.Split(rest, item)
+	for i, e := range entries {
+		mode := strings.Contains(e, "mode: shared") || strings.Contains(e, "mode: whole") || strings.Contains(e, "mode: mig")
+		if !mode || strings.Contains(e, "replicas") || strings.Contains(e, "api: dra") || s.rng.IntN(4) == 0 {
+			continue
+		}
+		if inline, ok := strings.CutSuffix(e, "}\n"); ok && strings.HasPrefix(e, "{") {
+			entries[i] = inline + ", spot: true}\n"
+		} else {
+			entries[i] = e + "      spot: true\n"
+		}
+	}
+	return head + item + strings.Join(entries, item)
+}
+
+// crowd has a pod of either tier come or start, so that the two meet often.
+func (s *storm) crowd(live []*stormPod) {
+	if s.rng.IntN(4) == 0 {
+		s.heal()
+	}
+	offered := s.offered()
+	if len(live) > 0 && s.rng.IntN(3) > 0 {
+		s.startContainer(live[s.rng.IntN(len(live))])
+		return
+	}
+	if len(offered) == 0 {
+		s.heal()
+		return
+	}
+	s.nextPod++
+	s.admit(&stormPod{uid: fmt.Sprint("uid-", s.nextPod), name: fmt.Sprint("pod-", s.nextPod), parts: []stormPart{
+		{"app", map[string]int{offered[s.rng.IntN(len(offered))]: 1 + s.rng.IntN(3)*s.rng.IntN(2)}}}})
+}
+
+// yields ends some of the spot containers whose room is wanted, as the agent does when their grace is over.
+func (s *storm) yields() {
+	s.locked(func() {
+		s.endLocked(func(c *stormContainer) bool {
+			for resource, ids := range c.ids {
+				if a, ok := s.agent.ledger.Get(cdi.Key(resource, ids)); ok && a.Yielding() && s.rng.IntN(6) == 0 {
+					s.done["yielded"]++
+					if len(a.Yield.To) > 0 {
+						s.done["yielded to a pod"]++
+					}
+					return true
+				}
+			}
+			return false
+		})
+	})
+}
+
+// checkRefusal holds a refusal of the agent's against what it knew: a guaranteed request for devices that are on
+// offer, and that the kubelet may give out, is never refused.
+func (s *storm) checkRefusal(knew offer, resource string, free, must []string, n int, err error) {
+	now := s.offer()
+	if tier, _ := deviceplugin.TierOf(resource); tier == ledger.Spot || now.offer != knew.offer || len(must) > 0 {
+		return
+	}
+	at := slices.IndexFunc(knew.offer.Resources, func(r deviceplugin.Resource) bool { return r.Name == resource })
+	if at < 0 {
+		return
+	}
+	have := map[gpu.UUID]int{}
+	for _, d := range knew.offer.Resources[at].Devices {
+		if d.Healthy && !d.Leaving && slices.Contains(free, d.ID) {
+			have[d.GPU]++
+		}
+	}
+	of := 0
+	for _, there := range have {
+		if resource == memResource {
+			of = max(of, there)
+		} else {
+			of++ // whole GPUs, and replicas of different ones
+		}
+	}
+	if resource != memResource && resource != wholeResource && resource != sharedResource || of < n {
+		return
+	}
+	// The refusal may have been that of an agent that has just ended.
+	if _, err = s.agent.front.Prefer(resource, slices.Clone(free), nil, n); err != nil && s.offer().offer == knew.offer {
+		s.t.Errorf("%d of %s were refused, and %d could be given: %v\nfree %v\n%+v\n%+v", n, resource, of, err, free, knew.offer.Resources[at].Devices, knew.allocations)
+	}
+}
 
 // newStorm is a storm on a node with three GPUs, whose agent has been told of a
 // partition and has not looked yet.
-func newStorm(t *testing.T, withMIG bool) *storm {
+func newStorm(t *testing.T, withMIG, tiers bool) *storm {
 	s := &storm{
-		hw: newOutside(3), mig: withMIG, written: map[string]time.Time{},
+		hw: newOutside(3), mig: withMIG, tiers: tiers, written: map[string]time.Time{},
 		t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 		devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, granted: map[string]string{}, specs: map[string]*specs.Spec{},
 		figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
@@ -1218,12 +1333,15 @@ func newStorm(t *testing.T, withMIG bool) *storm {
 	return s
 }
 
-func runStorm(t *testing.T, withMIG bool) {
+func runStorm(t *testing.T, withMIG, tiers bool) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStorm(t, withMIG)
+		s := newStorm(t, withMIG, tiers)
 		for i := range *stormSteps {
 			if i%1000 == 0 && s.claims.turn > 0 {
 				s.partition = s.throughBoth()
+				if s.tiers {
+					s.partition = s.spotted(s.partition)
+				}
 				s.agent.SetFile("p.yaml", []byte(s.partition))
 			}
 			time.Sleep(time.Millisecond)
@@ -1250,6 +1368,11 @@ func runStorm(t *testing.T, withMIG bool) {
 				t.Errorf("an allocation went from %s to %s, which is not in the table", tr.From, tr.To)
 			}
 		}
+		for _, what := range []string{"spot runs", "yielded", "yielded to a pod"} {
+			if tiers && *stormSteps >= 20_000 && s.done[what] < *stormSteps/2000 && !t.Failed() {
+				t.Errorf("%q happened %d times", what, s.done[what])
+			}
+		}
 		s.quit()
 		time.Sleep(time.Minute) // what the driver is in the middle of comes to its end
 		t.Logf("%d steps: %v", *stormSteps, s.done)
@@ -1262,7 +1385,7 @@ func runStorm(t *testing.T, withMIG bool) {
 // is, is back a moment later. The file stands again after the next look.
 func TestRuntimeAnswersAfterItWasAsked(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := newStorm(t, false)
+		s := newStorm(t, false, false)
 		defer func() { s.quit() }()
 		look := func(when string) {
 			time.Sleep(deviceplugin.LookSoon)

@@ -196,11 +196,18 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 		return mig.Prefer(offers, free, given, n)
 	}
 	chosen, err := choose(ledger.Spot, free)
-	if err != nil && r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0 {
-		if n == len(given)+1 {
-			free = f.leastSpot(free)
+	if r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0 {
+		// What guaranteed allocations have comes after what spot allocations have.
+		unheld, least := f.unheld(free, n == len(given)+1)
+		var other error
+		if chosen, other = choose(ledger.Spot, unheld); other != nil {
+			chosen, other = choose(ledger.Guaranteed, least)
 		}
-		chosen, err = choose(ledger.Guaranteed, free)
+		if other != nil {
+			chosen, err = choose(ledger.Guaranteed, free)
+		} else {
+			err = nil
+		}
 	}
 	if err != nil {
 		return nil, err

@@ -184,9 +184,10 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 	return out, nil
 }
 
-// units chooses units of one GPU that has enough idle ones. If no GPU has, it takes the GPU with
-// the most idle units among those where the request fits, then the one of lowest rank. There it
-// takes all idle units, and the rest from those with allocations.
+// units chooses units of one GPU that has enough idle ones. If no GPU has, spot allocations yield. If that is
+// not enough, it takes the GPU with the most units that are idle or of spot, among those where the request
+// fits, then the one of lowest rank. There it takes all of these, and the rest from those of guaranteed
+// allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
 	if errors.Is(err, gpu.ErrNoRoom) && len(s.spot) > 0 {
@@ -197,8 +198,14 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	if len(s.taken) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
 		return out, err
 	}
-	all := slices.Concat(s.idle, s.taken)
-	idle, fits := byGPU(s.idle), byGPU(all)
+	free := slices.Clone(s.idle)
+	for _, h := range s.spot {
+		for _, ids := range h.on {
+			free = append(free, ids...)
+		}
+	}
+	all := slices.Concat(free, s.taken)
+	idle, fits := byGPU(free), byGPU(all)
 	if len(s.must) > 0 { // they are all of one GPU
 		u := onGPU(s.must[0])
 		fits = map[gpu.UUID]int{u: fits[u] + len(s.must)}
@@ -211,7 +218,7 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 		return cmp.Or(cmp.Compare(idle[b], idle[a]), cmp.Compare(rank[a], rank[b]), cmp.Compare(a, b))
 	})
 	elsewhere := func(id string) bool { return onGPU(id) != best }
-	given := slices.Concat(s.must, slices.DeleteFunc(slices.Clone(s.idle), elsewhere))
+	given := slices.Concat(s.must, slices.DeleteFunc(free, elsewhere))
 	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.taken), elsewhere), given, n, rank)
 }
 

@@ -206,14 +206,25 @@ func (s *supply) wholeOverSpot(n int) (out []string) {
 	return out
 }
 
-// leastSpot returns the places that the fewest spot allocations have room of, among equals those of the
-// youngest.
-func (f *FrontEnd) leastSpot(places []mig.Place) (out []mig.Place) {
+// unheld returns the places that no guaranteed allocation has. If one place is asked for, least are those of
+// them that the fewest spot allocations have room of, among equals those of the youngest; otherwise it is unheld.
+func (f *FrontEnd) unheld(places []mig.Place, one bool) (unheld, least []mig.Place) {
 	var spot []ledger.Allocation
+	held := map[mig.Place]bool{}
 	for _, a := range f.ledger.Allocations() {
-		if a.Tier == ledger.Spot && !a.Out() {
-			spot = append(spot, a)
+		if a.Tier == ledger.Spot {
+			if !a.Out() {
+				spot = append(spot, a)
+			}
+			continue
 		}
+		for i := range a.Grants {
+			held[unsized(mig.Place{GPU: a.Grants[i].GPU, Placement: piece.At(a.Grants[i].Piece)})] = true
+		}
+	}
+	unheld = slices.DeleteFunc(slices.Clone(places), func(p mig.Place) bool { return held[unsized(p)] })
+	if !one {
+		return unheld, unheld
 	}
 	type cost struct {
 		n      int
@@ -231,13 +242,19 @@ func (f *FrontEnd) leastSpot(places []mig.Place) (out []mig.Place) {
 		return c
 	}
 	var best cost
-	for _, p := range places {
+	for _, p := range unheld {
 		switch c := of(p); {
-		case out == nil || c.n < best.n || c.n == best.n && c.oldest.After(best.oldest):
-			best, out = c, []mig.Place{p}
+		case least == nil || c.n < best.n || c.n == best.n && c.oldest.After(best.oldest):
+			best, least = c, []mig.Place{p}
 		case c == best:
-			out = append(out, p)
+			least = append(least, p)
 		}
 	}
-	return out
+	return unheld, least
+}
+
+// unsized returns a place without the size of its placement, which an allocation may not know.
+func unsized(p mig.Place) mig.Place {
+	p.Placement.Size = 0
+	return p
 }

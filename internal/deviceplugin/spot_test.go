@@ -137,18 +137,22 @@ func TestPreferOverSpot(t *testing.T) {
 		"the youngest":          {[]held{{spotName, ids(a, 0, 1, 2, 3, 4, 5)}, {spotName, ids(b, 0, 1, 2, 3, 4, 5)}}, 5, ids(b, 0, 1, 2, 6, 7)},
 		"the one that is large": {[]held{{spotName, ids(a, 0, 1, 2)}, {spotName, ids(a, 3)}, {memName, ids(a, 4, 5, 6, 7)}, {memName, ids(b, 0, 1, 2, 3, 4, 5, 6)}}, 3, ids(a, 0, 1, 2)},
 		"not over guaranteed":   {[]held{{memName, ids(a, 0, 1, 2, 3, 4)}, {spotName, ids(b, 0, 1, 2, 3, 4)}}, 6, ids(b, 0, 1, 2, 5, 6, 7)},
+		// The kubelet gives the devices of pods that were deleted by force again, while their containers run.
+		"room of one that is ending, beside spot": {[]held{{spotName, ids(a, 0, 1, 2)}, {"forced", ids(a, 3, 4, 5)}, {memName, ids(b, 0, 1, 2, 3)}}, 7, ids(a, 0, 1, 2, 3, 4, 6, 7)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, clock, _ := spotted(t, 2, 0)
-			for _, h := range c.held {
-				clock.pass(time.Second)
-				if _, err := d.Allocate(h.resource, h.ids); err != nil {
-					t.Fatal(err)
-				}
-			}
 			var available []string
 			taken := map[string]bool{}
 			for _, h := range c.held {
+				clock.pass(time.Second)
+				resource := h.resource
+				if resource == "forced" {
+					resource = memName
+				}
+				if _, err := d.Allocate(resource, h.ids); err != nil {
+					t.Fatal(err)
+				}
 				for _, id := range h.ids {
 					taken[id] = taken[id] || h.resource == memName
 				}
