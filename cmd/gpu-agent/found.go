@@ -7,11 +7,14 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"path/filepath"
 	"slices"
 
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/found"
+	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/gpu"
 )
@@ -33,13 +36,18 @@ func look(ctx context.Context, c console, d *driverFlags, modes modesOf) (*gpu.I
 		return nil, nil, err
 	}
 	around := driver.Surroundings()
+	limits := guard.ByCgroup{Driver: driver, Runtime: node.NewRuntime(node.RuntimeOptions{Cgroups: filepath.Join(d.sys, "fs/cgroup")})}
 	n := found.Node{Driver: inv.Driver, Modeset: around.Modeset, MPS: around.MPS, MPSDirs: around.MPSDirs}
 	of := modes(&inv)
 	for i := range inv.GPUs {
 		dev := &inv.GPUs[i]
 		g := found.GPU{Device: *dev, Mode: of[dev.UUID]}
 		if dev.Fault == "" {
-			if g.Setup, err = driver.Setup(ctx, dev.UUID); err != nil {
+			g.Setup, err = driver.Setup(ctx, dev.UUID)
+			if err == nil {
+				g.Setup.Limits, err = limits.Others(ctx, dev.UUID)
+			}
+			if err != nil {
 				fmt.Fprintf(c.err, "not all is known of %s: %v\n", dev.Name(), err)
 			}
 			// Which pod a process belongs to is the agent's to find out.

@@ -12,7 +12,10 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"example.com/gpu-agent/internal/command"
+	"example.com/gpu-agent/pkg/gpu/nvml"
 	"example.com/gpu-agent/tests/emulator"
 	serving "example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
@@ -134,4 +137,59 @@ func TestWhatEarlierOwnersHaveLeft(t *testing.T) {
 		t.Fatal(err)
 	}
 	clean()
+}
+
+// A limit of the driver on a cgroup that is no container's is found, and is gone with its cgroup.
+func TestLimitElsewhereIsFound(t *testing.T) {
+	_, root, flags := emulated(t, emulator.Spec{Count: 1, Model: "A100-SXM4-40GB", Driver: "615.11.02"})
+	cgroups := filepath.Join(root, "sys/fs/cgroup")
+	if err := os.MkdirAll(cgroups, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("cgroup2", cgroups, "cgroup2", 0, ""); err != nil {
+		t.Skipf("skipped: mounting cgroup2 failed: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(cgroups, unix.MNT_DETACH); err != nil { // the emulated driver keeps a cgroup open
+			t.Error(err)
+		}
+	})
+	check := func() string {
+		t.Helper()
+		out, said, status := program(t, append([]string{"check", "--node"}, flags...)...)
+		if status != int(command.Done) || said != "" {
+			t.Errorf("exit code %d: %s", status, said)
+		}
+		return out
+	}
+	service, err := os.MkdirTemp(cgroups, "batch-*.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.Remove(service)
+	if out := check(); strings.Contains(out, "LimitElsewhere") {
+		t.Errorf("before there is one:\n%s", out)
+	}
+	driver, err := nvml.Open(t.Context(), nvml.Options{DriverRoot: root, ProcRoot: filepath.Join(root, "proc"), SysRoot: filepath.Join(root, "sys")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer driver.Close()
+	inv, err := driver.Inventory(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := driver.SetMemoryLimit(t.Context(), inv.GPUs[0].UUID, service, 3<<30); err != nil {
+		t.Fatal(err)
+	}
+	if out := check(); !strings.Contains(out, "LimitElsewhere: GPU 0 (") || !strings.Contains(out, "/"+filepath.Base(service)) ||
+		!strings.Contains(out, "do: take the program that set them off the node") {
+		t.Errorf("with one of 3 GiB:\n%s", out)
+	}
+	if err := os.Remove(service); err != nil {
+		t.Fatal(err)
+	}
+	if out := check(); strings.Contains(out, "LimitElsewhere") {
+		t.Errorf("after the end of its cgroup:\n%s", out)
+	}
 }
