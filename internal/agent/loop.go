@@ -135,10 +135,11 @@ func (l *loop) nextLook(now time.Time) time.Duration {
 	return max(wait, leastSleep)
 }
 
-// someoneWaits reports whether an allocation waits for the previous holder of its devices.
+// someoneWaits reports whether an allocation waits for the previous holder of its devices. What has yielded
+// waits for the end of an allocation, which wakes the loop.
 func (l *loop) someoneWaits() bool {
 	return slices.ContainsFunc(l.ledger.Allocations(), func(c ledger.Allocation) bool {
-		return c.Phase == ledger.Waiting
+		return c.Phase == ledger.Waiting && !c.Out()
 	})
 }
 

@@ -143,7 +143,7 @@ func (l *loop) planInput(allocations []ledger.Allocation, now time.Time) plan.In
 // witnesses have not been asked yet, or the previous holder still had them.
 func unchecked(allocations []ledger.Allocation) bool {
 	return slices.ContainsFunc(allocations, func(c ledger.Allocation) bool {
-		return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting
+		return c.Phase == ledger.Reserved || c.Phase == ledger.Waiting && !c.Out()
 	})
 }
 

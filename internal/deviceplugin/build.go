@@ -188,10 +188,10 @@ type gpuLists struct {
 	held       []name
 	isHeld     map[name]bool
 	placements map[string]mig.Placement
-	// foreign is true if the GPU is also held in a way that these lists do not show: through
-	// another front-end, under a former resource name, or as a kind that this version does not
-	// know.
-	foreign bool
+	// mixed is true if the GPU is held otherwise than its layout offers it: as another kind, or in a way that
+	// these lists do not show (through another front-end, under a former resource name, as a kind that this
+	// version does not know).
+	mixed bool
 	// leaving maps the placements that are withdrawn when their holders end to the reason.
 	leaving map[mig.Placement]status.Cause
 	listed  map[name]bool
@@ -241,7 +241,8 @@ func (l *gpuLists) addAll(c plan.Layout, withdrawn, leaving string) {
 	}
 }
 
-// holders fills in held, isHeld and foreign.
+// holders fills in held, isHeld and mixed. What a spot allocation has given back is listed for its pod, and
+// is not held.
 func (l *gpuLists) holders() {
 	for i := range l.in.Held {
 		a := &l.in.Held[i]
@@ -249,9 +250,10 @@ func (l *gpuLists) holders() {
 			continue
 		}
 		if a.Owner != ledger.DevicePlugin || !l.in.Names.Ours(a.Resource) || !a.Kind().Known() {
-			l.foreign = l.foreign || a.Takes(l.gpu.UUID)
+			l.mixed = l.mixed || a.Takes(l.gpu.UUID)
 			continue
 		}
+		l.mixed = l.mixed || a.Kind() != l.layout.Kind && !a.Out()
 		for j := range a.Grants {
 			g := &a.Grants[j]
 			if g.GPU != l.gpu.UUID {
@@ -272,9 +274,8 @@ func (l *gpuLists) holders() {
 // meanwhile.
 func (l *gpuLists) withdrawal(drains bool) (withdrawn, leaving string) {
 	u := l.gpu.UUID
-	mixed := l.foreign || slices.ContainsFunc(l.held, func(n name) bool { return n.kind != l.layout.Kind })
 	switch {
-	case mixed && l.layout.Offers:
+	case l.mixed && l.layout.Offers:
 		// Devices of two kinds would promise the same memory twice.
 		withdrawn = "the GPU is held as another resource"
 	case l.in.Others[u] != "" && l.layout.Offers: // until its holders end; plan.Make then drops its layout

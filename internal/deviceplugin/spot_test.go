@@ -315,3 +315,21 @@ func TestSpotNames(t *testing.T) {
 		}
 	}
 }
+
+// A GPU that was laid out anew over a spot pod offers all it has: what the pod has given back is listed for it alone.
+func TestNewLayoutOverSpot(t *testing.T) {
+	inv := machine(1)
+	changes := plan.Make(plan.Input{Inventory: inv, Unit: 1024, Wanted: []config.Want{{GPU: nth(0), Mode: config.Whole, API: ledger.DevicePlugin}}})
+	a := holds(spotName, ids(nth(0), 0)...)
+	a.Tier = ledger.Spot
+	for _, out := range []bool{false, true} {
+		a.Yield = ledger.Yield{Layout: true, Out: out}
+		v := Build(Input{Inventory: inv, Changes: &changes, Held: []ledger.Allocation{a}, Names: names})
+		if dev := v.resource(gpuName).Devices[0]; dev.Healthy != out {
+			t.Errorf("the GPU is offered: %v, and the spot pod is out: %v (%s)", dev.Healthy, out, dev.Reason)
+		}
+		if r := v.resource(spotName); r == nil || len(r.Devices) != 1 || !r.Devices[0].Leaving {
+			t.Errorf("the pod's device is not listed for it: %+v", r)
+		}
+	}
+}

@@ -292,6 +292,7 @@ func Make(in Input) Changes {
 		want[w.GPU] = w
 	}
 	// What has yielded holds nothing. Its devices stay listed all the same.
+	all := in.Allocations
 	in.rows = in.listed()
 	in.Allocations = slices.DeleteFunc(slices.Clone(in.Allocations), func(a ledger.Allocation) bool { return a.Out() })
 	in.leaveUnknown()
@@ -354,13 +355,13 @@ func Make(in Input) Changes {
 			out.Work = append(out.Work, Work{GPU: d.UUID, Steps: []mig.Step{{Op: mig.Disable}}})
 		}
 	}
-	in.offerSpot(want, &out)
+	in.offerSpot(want, all, &out)
 	return out
 }
 
-// offerSpot sets how the GPUs' room is offered to spot pods, and asks the spot holders to yield that a
-// change waits for.
-func (in *Input) offerSpot(want map[gpu.UUID]config.Want, out *Changes) {
+// offerSpot sets how the GPUs' room is offered to spot pods, and asks the spot holders of all to yield that a
+// change waits for, or whose pieces the layouts no longer have.
+func (in *Input) offerSpot(want map[gpu.UUID]config.Want, all []ledger.Allocation, out *Changes) {
 	for u, c := range out.Layouts {
 		switch w := want[u]; {
 		case !c.Through(ledger.DevicePlugin) || out.Blocks(u):
@@ -372,20 +373,35 @@ func (in *Input) offerSpot(want map[gpu.UUID]config.Want, out *Changes) {
 		}
 		out.Layouts[u] = c
 	}
-	for i := range in.Allocations {
-		a := &in.Allocations[i]
+	for i := range all {
+		a := &all[i]
 		if a.Tier != ledger.Spot {
 			continue
 		}
-		for _, b := range out.Blocked {
-			if b.waitsFor(a) {
-				if out.Yields == nil {
-					out.Yields = map[string]bool{}
-				}
-				out.Yields[a.ID] = true
+		if slices.ContainsFunc(out.Blocked, func(b Blocked) bool { return b.waitsFor(a) }) ||
+			slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return out.Layouts[g.GPU].lacks(&g) }) {
+			if out.Yields == nil {
+				out.Yields = map[string]bool{}
 			}
+			out.Yields[a.ID] = true
 		}
 	}
+}
+
+// lacks reports whether a known layout does not have a grant's piece for the device plugin.
+func (c Layout) lacks(g *ledger.Grant) bool {
+	if !c.Known {
+		return false
+	}
+	of, ok := c.Of(g.Kind())
+	if !ok || !c.Through(ledger.DevicePlugin) {
+		return true
+	}
+	if at, ok := g.Placement(); ok {
+		return !slices.ContainsFunc(of.Placements, func(p mig.Placement) bool { return piece.SamePlace(p, at) })
+	}
+	_, rest := of.Rest(g.Piece)
+	return rest || of.Unit != 0 && g.Size() != 0 && g.Size() != of.Unit
 }
 
 // waitsFor reports whether a GPU's change waits for an allocation.

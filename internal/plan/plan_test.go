@@ -5,6 +5,7 @@ package plan
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -630,7 +631,8 @@ func TestChangesAndSpot(t *testing.T) {
 	if diff := cmp.Diff(want, planText(&got, inv)); diff != "" {
 		t.Errorf("plan (-want +got):\n%s", diff)
 	}
-	if diff := cmp.Diff(map[string]bool{"s": true, "x": true}, got.Yields); diff != "" {
+	// What is out stays so while its GPU has no such pieces.
+	if diff := cmp.Diff(map[string]bool{"s": true, "t": true, "x": true}, got.Yields); diff != "" {
 		t.Errorf("yields (-want +got):\n%s", diff)
 	}
 	for i, on := range []bool{false, true, true, false} {
@@ -685,6 +687,15 @@ func TestMIGAndSpot(t *testing.T) {
 		t.Errorf("over a spot holder that runs: %v, %v", got.Work, got.Trouble)
 	}
 	in.Allocations[0] = gone(in.Allocations[0])
+	in.Wanted[0].Geometry, in.Wanted[0].OnDemand = []mig.Count{{Profile: one, N: 1}}, false
+	in.Allocations[1].Asked = time.Time{}
+	d.MIG.Instances = d.MIG.Instances[1:]
+	if got := Make(in); !got.Yields["s"] {
+		t.Errorf("its instance is gone from a geometry, and it may start: %+v", got.Layouts)
+	}
+	in.Wanted[0].Geometry, in.Wanted[0].OnDemand = nil, true
+	in.Allocations[1].Asked = time.Unix(1e9, 0)
+	d.MIG.Instances = slices.Insert(d.MIG.Instances, 0, gpu.Instance{Profile: "1g.10gb", GI: 1, Placement: gpu.Placement{Start: 0, Size: 1}})
 	if got := Make(in); len(got.Work) != 1 || got.Work[0].String() != "destroy 1g.10gb@0, create 3g.40gb@0" {
 		t.Errorf("over one that has yielded: %v, %v", got.Work, got.Trouble)
 	}
