@@ -237,3 +237,58 @@ func TestBadNodes(t *testing.T) {
 		})
 	}
 }
+
+// TestAnotherTeamsFile puts what another team keeps in ConfigMaps in the place of the partitions. Whatever it is,
+// what was on offer stays on offer, a pod keeps what it has, and the next good file is in force.
+func TestAnotherTeamsFile(t *testing.T) {
+	for name, c := range map[string]struct {
+		text  string
+		state string
+		want  string
+	}{
+		"nothing": {"", "invalid", "p.yaml:1"},
+		"a manifest with the partitions in it": {"apiVersion: v1\nkind: ConfigMap\nmetadata: {name: gpu-partitions}\ndata:\n" +
+			"  config.yaml: |\n    version: v1\n    partitions:\n      default:\n        - {devices: all, mode: whole}\n", "invalid", "p.yaml:"},
+		"a Deployment": {"apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\nspec: {replicas: 3}\n", "invalid", "p.yaml:"},
+		"the file of NVIDIA's device plugin": {"version: v1\nflags:\n  migStrategy: none\nsharing:\n  timeSlicing:\n" +
+			"    resources:\n      - {name: nvidia.com/gpu, replicas: 10}\n", "invalid", "p.yaml:"},
+		"the file of NVIDIA's MIG manager": {"version: v1\nmig-configs:\n  all-disabled:\n    - {devices: all, mig-enabled: false}\n" +
+			"  all-1g.10gb:\n    - {devices: all, mig-enabled: true, mig-devices: {1g.10gb: 7}}\n", "pending", "all-disabled"},
+		"HAMi's file": {"nvidia:\n  resourceCountName: nvidia.com/gpu\n  deviceSplitCount: 10\n", "invalid", "p.yaml:"},
+		"JSON":        {`{"log": {"level": "info"}}`, "invalid", "p.yaml:"},
+		"no text":     {"\x1f\x8b\x08\x00\x00\xff", "invalid", "p.yaml"},
+		"a partition of other models": {"version: v1\npartitions:\n  default:\n    - {devices: {model: \"NVIDIA L4\"}, mode: whole}\n",
+			"invalid", "no entry for GPUs 0 and 1"},
+		"partitions of other nodes": {"version: v1\npartitions:\n  inference:\n    - {devices: all, mode: whole}\n", "pending", "inference"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				o, dir := newOutside(2), t.TempDir()
+				b := start(t, o, dir, allShared)
+				b.want("applied", fourUnits, "")
+				b.hold("tenant", memResource, string(uuid(0))+"::1")
+				files, held := b.files(), b.Allocations()
+				same := func(when string) {
+					t.Helper()
+					b.want(c.state, fourUnits, "")
+					if m := b.message(); !strings.Contains(m, c.want) {
+						t.Errorf("%s: the node says %q, want %q", when, m, c.want)
+					}
+					if now := b.Allocations(); len(now) != 1 || !reflect.DeepEqual(now[0].Grants, held[0].Grants) {
+						t.Errorf("%s: allocations are %+v, were %+v", when, now, held)
+					}
+					if now := b.files(); !slices.Equal(now, files) {
+						t.Errorf("%s: CDI files are %v, were %v", when, now, files)
+					}
+				}
+				b.SetFile("p.yaml", []byte(c.text))
+				same("at once")
+				time.Sleep(time.Hour)
+				same("an hour later")
+				b.SetFile("p.yaml", []byte(strings.Replace(allShared, "all", "[1]", 1)+"    - {devices: [0], mode: shared}\n"))
+				b.want("applied", fourUnits, "")
+				b.end()
+			})
+		})
+	}
+}

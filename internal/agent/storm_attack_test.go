@@ -198,6 +198,23 @@ func (s *storm) jumpLocked(by time.Duration) {
 	s.note("the clock is put back by %s; the runtime's is ahead by %s", by, s.attack.skew)
 }
 
+// putLocked puts the clock while no agent runs: what stands in its files moves, too.
+func (s *storm) putLocked(by time.Duration) {
+	s.jumpLocked(by)
+	for i := range s.journal {
+		s.journal[i].Allocated = s.journal[i].Allocated.Add(by)
+	}
+	for key := range s.written {
+		s.written[key] = s.written[key].Add(by)
+	}
+	s.doc.Layouts = slices.Clone(s.doc.Layouts)
+	for i := range s.doc.Layouts {
+		if c := &s.doc.Layouts[i]; !c.Until.IsZero() {
+			c.Until = c.Until.Add(by)
+		}
+	}
+}
+
 // damage is what happens to an agent's files while none runs: a clock that is put
 // meanwhile, a state file that is lost, one that an agent has left which knew no
 // bound. The next one may have another unit.
@@ -206,20 +223,7 @@ func (s *storm) damage() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if a.clocks && attacks("clock") && s.rng.IntN(2) == 0 {
-		by := s.jump()
-		s.jumpLocked(by)
-		for i := range s.journal {
-			s.journal[i].Allocated = s.journal[i].Allocated.Add(by)
-		}
-		for key := range s.written {
-			s.written[key] = s.written[key].Add(by)
-		}
-		s.doc.Layouts = slices.Clone(s.doc.Layouts)
-		for i := range s.doc.Layouts {
-			if c := &s.doc.Layouts[i]; !c.Until.IsZero() {
-				c.Until = c.Until.Add(by)
-			}
-		}
+		s.putLocked(s.jump())
 	}
 	if attacks("state") && s.rng.IntN(4) == 0 {
 		a.unit = []gpu.MiB{unit, unit / 2, 2 * unit}[s.rng.IntN(3)]

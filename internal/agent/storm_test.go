@@ -102,6 +102,8 @@ type storm struct {
 	foreign map[gpu.UUID]bool
 	// claims are the pods of the second front-end.
 	claims *stormClaims
+	// boot is which boot of the machine this is.
+	boot string
 	// partition is the file that the last edit left, and late is a partition that a new agent has not been told of yet.
 	partition, late string
 	// attack is what has given way once; see storm_attack_test.go.
@@ -470,7 +472,7 @@ func (s *storm) start() {
 	s.quit, s.ctx = quit, ctx
 	s.locked(func() { s.sources, s.tell = nil, nil })
 	s.agent = New(Options{
-		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Node: "node-1", Pod: ownPod, Boot: "this",
+		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Node: "node-1", Pod: ownPod, Boot: s.boot,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
 	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, DRA: s.claims.worlds(), Observer: s})
 	s.note("an agent starts; %d allocations in the journal", len(s.journal))
@@ -1309,7 +1311,7 @@ func (s *storm) checkRefusal(knew offer, resource string, free, must []string, n
 func newStorm(t *testing.T, withMIG, tiers bool) *storm {
 	s := &storm{
 		hw: newOutside(3), mig: withMIG, tiers: tiers, written: map[string]time.Time{},
-		t: t, rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
+		t: t, boot: "this", rng: rand.New(rand.NewPCG(*stormSeed, 2)), gpus: 3, served: make(chan map[string]plugin.Source, 16),
 		devices: map[string]map[string]bool{}, pods: map[string]*stormPod{}, granted: map[string]string{}, specs: map[string]*specs.Spec{},
 		figures: map[gpu.UUID]gpu.Health{}, trouble: map[gpu.UUID]string{}, foreign: map[gpu.UUID]bool{}, done: map[string]int{},
 		attack: attack{unit: unit, went: map[string]bool{}},
@@ -1333,6 +1335,20 @@ func newStorm(t *testing.T, withMIG, tiers bool) *storm {
 	return s
 }
 
+// turn is a random step and a round of the agent's, after or beside each other.
+func (s *storm) turn(when string) {
+	time.Sleep(time.Millisecond)
+	if s.rng.IntN(3) == 0 {
+		s.round(s.step)
+	} else {
+		s.step()
+		time.Sleep(time.Millisecond) // nothing happens at the very same time
+		s.round(nil)
+	}
+	synctest.Wait()
+	s.check(when)
+}
+
 func runStorm(t *testing.T, withMIG, tiers bool) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStorm(t, withMIG, tiers)
@@ -1344,16 +1360,7 @@ func runStorm(t *testing.T, withMIG, tiers bool) {
 				}
 				s.agent.SetFile("p.yaml", []byte(s.partition))
 			}
-			time.Sleep(time.Millisecond)
-			if s.rng.IntN(3) == 0 {
-				s.round(s.step)
-			} else {
-				s.step()
-				time.Sleep(time.Millisecond) // nothing happens at the very same time
-				s.round(nil)
-			}
-			synctest.Wait()
-			s.check(fmt.Sprint("step ", i))
+			s.turn(fmt.Sprint("step ", i))
 			if i%1000 == 999 && !t.Failed() {
 				s.calm()
 			}

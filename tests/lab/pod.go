@@ -43,6 +43,9 @@ type Pod struct {
 	// Pinned puts the pod on the node without asking the scheduler, so that the
 	// kubelet alone judges it, and at once.
 	Pinned bool
+	// Stays leaves the pod on a node that is unreachable. Otherwise Kubernetes deletes it
+	// after five minutes on such a node.
+	Stays bool
 }
 
 // Container is one container of a Pod.
@@ -329,6 +332,9 @@ func (n *Node) podSpec(p Pod) object {
 	spec["volumes"], spec["resourceClaims"] = volumes, claims // which the containers above have asked for
 	if p.Once {
 		spec["restartPolicy"] = "Never"
+	}
+	if p.Stays {
+		spec["tolerations"] = []object{{"operator": "Exists", "effect": "NoExecute"}}
 	}
 	if p.Pinned {
 		spec["nodeName"] = n.Name
