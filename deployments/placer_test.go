@@ -247,6 +247,7 @@ func placerPage(t *testing.T) string {
 	metrics := placerobs.NewMetrics("test", func() placerobs.State { return placerobs.State{} }, []string{"filter"}, []string{"placed"}, liqo.States, kueue.States)
 	metrics.APIError("list", "pods")
 	metrics.APIAnswered()
+	metrics.Expires(time.Now())
 	return page(t, obs.New(obs.Options{Logger: slog.New(slog.DiscardHandler), Metrics: metrics.Registry()}))
 }
 

@@ -11,7 +11,10 @@ import (
 
 // situations have sections beside those of alerts and codes.
 var situations = []string{"The agent is killed for memory", "The agent is in a crash loop",
-	"The disk is full, or returns errors", "The agent can open no more files", "Hours without the API server", "containerd with CDI off"}
+	"The disk is full, or returns errors", "The agent can open no more files", "Hours without the API server",
+	"The API server is slow, or refuses with 429", "The API server was restored from a backup", "The kubelet stands still",
+	"A GPU dies under many pods", "The agent is rolled back", "A node comes back, or its clock is off",
+	"A certificate has expired", "containerd with CDI off"}
 
 // Each alert and each reason code has a section, and each section is of one. It says what it means, what
 // to look at and what to do.

@@ -297,7 +297,7 @@ func (p *placer) serveExtender(ctx context.Context, door http.Handler) error {
 	listener = obs.Bound(listener)
 	secured := p.flags.tls.Cert != ""
 	if secured {
-		config, err := p.flags.tls.Config(p.log)
+		config, err := p.flags.tls.Config(p.log, p.metrics.Expires)
 		if err != nil {
 			return errors.Join(err, listener.Close())
 		}

@@ -101,13 +101,13 @@ func (f Files) put(t *testing.T, a *authority) {
 func TestDoorWithTLS(t *testing.T) {
 	dir := t.TempDir()
 	files := Files{Cert: filepath.Join(dir, "cert"), Key: filepath.Join(dir, "key"), ClientCA: filepath.Join(dir, "ca")}
-	if _, err := files.Config(slog.New(slog.DiscardHandler)); err == nil {
+	if _, err := files.Config(slog.New(slog.DiscardHandler), func(time.Time) {}); err == nil {
 		t.Fatal("no files are no error")
 	}
 	first, second := newAuthority(t), newAuthority(t)
 	files.put(t, first)
 	var said bytes.Buffer
-	config, err := files.Config(slog.New(slog.NewTextHandler(&said, nil)))
+	config, err := files.Config(slog.New(slog.NewTextHandler(&said, nil)), func(time.Time) {})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,9 +182,56 @@ func TestDoorWithTLS(t *testing.T) {
 	if err := os.WriteFile(files.ClientCA, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := files.Config(slog.New(slog.DiscardHandler)); err == nil ||
+	if _, err := files.Config(slog.New(slog.DiscardHandler), func(time.Time) {}); err == nil ||
 		!strings.Contains(err.Error(), "no certificate in") {
 		t.Errorf("an empty file of authorities: %v", err)
+	}
+}
+
+// TestDoorExpires lets the door's certificate grow old. The log says once that the end is near and once that it has
+// come, and the end is told each time that files were read. New files are taken at the next connection, by a door that
+// has not started anew.
+func TestDoorExpires(t *testing.T) {
+	dir := t.TempDir()
+	files := Files{Cert: filepath.Join(dir, "cert"), Key: filepath.Join(dir, "key"), ClientCA: filepath.Join(dir, "ca")}
+	const month = 30 * 24 * time.Hour
+	first := newAuthority(t)
+	files.put(t, first)
+	var said bytes.Buffer
+	var told []time.Time
+	clock := first.cert.NotAfter.Add(-2 * month)
+	config, err := files.config(slog.New(slog.NewTextHandler(&said, nil)),
+		func(until time.Time) { told = append(told, until) }, func() time.Time { return clock })
+	if err != nil {
+		t.Fatal(err)
+	}
+	meets := func(what string, warnings, errors int) {
+		t.Helper()
+		for range 3 {
+			if _, err := config.GetConfigForClient(nil); err != nil {
+				t.Fatal(err)
+			}
+		}
+		warned, failed := strings.Count(said.String(), "level=WARN"), strings.Count(said.String(), "level=ERROR")
+		if warned != warnings || failed != errors {
+			t.Errorf("%s: %d warnings and %d errors, want %d and %d:\n%s", what, warned, failed, warnings, errors, &said)
+		}
+	}
+	meets("two months before", 0, 0)
+	clock = clock.Add(month + time.Hour)
+	meets("less than a month before", 1, 0)
+	clock = clock.Add(month)
+	meets("after its end", 1, 1)
+	if !strings.Contains(said.String(), "gpu-placer certificates") {
+		t.Errorf("the log does not say what to do:\n%s", &said)
+	}
+	second := newAuthority(t)
+	files.put(t, second)
+	clock = time.Now().Add(-2 * month)
+	meets("new files", 1, 1)
+	want := []time.Time{first.cert.NotAfter, second.cert.NotAfter}
+	if len(told) != 2 || told[0].Sub(want[0]).Abs() > time.Minute || told[1].Sub(want[1]).Abs() > time.Minute {
+		t.Errorf("the ends that were told are %v, want %v", told, want)
 	}
 }
 
@@ -248,7 +295,7 @@ func TestCertificates(t *testing.T) {
 	}
 	in := func(name string) string { return filepath.Join(dir, name) }
 	config, err := Files{Cert: in(CertFile), Key: in(KeyFile),
-		ClientCA: in(CAFile)}.Config(slog.New(slog.DiscardHandler))
+		ClientCA: in(CAFile)}.Config(slog.New(slog.DiscardHandler), func(time.Time) {})
 	if err != nil {
 		t.Fatal(err)
 	}

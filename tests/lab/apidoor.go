@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httputil"
@@ -34,11 +35,11 @@ type APIDoor struct {
 
 	mu sync.Mutex // guards what follows
 	// weather is the present one; changed is closed when there is another.
-	weather  Weather
-	changed  chan struct{}
-	conns    map[net.Conn]bool
-	requests int
-	refused  int
+	weather Weather
+	changed chan struct{}
+	conns   map[net.Conn]bool
+	// asked counts the requests since the last Set, by method, path and whether it is a watch.
+	asked map[string]int
 }
 
 // Weather is how an API server fares. The zero value is a well one.
@@ -67,7 +68,8 @@ func (n *Node) OpenAPIDoor() (*APIDoor, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open a door to the API server: %w", err)
 	}
-	d := &APIDoor{node: n, served: make(chan error, 1), changed: make(chan struct{}), conns: map[net.Conn]bool{}}
+	d := &APIDoor{node: n, served: make(chan error, 1), changed: make(chan struct{}), conns: map[net.Conn]bool{},
+		asked: map[string]int{}}
 	quiet := log.New(io.Discard, "", 0) // connections are cut on purpose
 	d.proxy = &httputil.ReverseProxy{
 		Rewrite:       func(r *httputil.ProxyRequest) { r.SetURL(to) },
@@ -120,7 +122,7 @@ func (d *APIDoor) Set(w Weather) {
 	d.weather = w
 	close(d.changed)
 	d.changed = make(chan struct{})
-	d.requests, d.refused = 0, 0
+	d.asked = map[string]int{}
 	if w.Away || w.Busy {
 		for c := range d.conns {
 			c.Close()
@@ -128,11 +130,12 @@ func (d *APIDoor) Set(w Weather) {
 	}
 }
 
-// Asked is how many requests came since Set, and how many of them were refused.
-func (d *APIDoor) Asked() (requests, refused int) {
+// Asked counts the requests that came since Set, those that are alike together: "GET /api/v1/nodes", and "watch" in
+// the place of GET for a watch.
+func (d *APIDoor) Asked() map[string]int {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.requests, d.refused
+	return maps.Clone(d.asked)
 }
 
 // Close shuts the door.
@@ -158,15 +161,16 @@ func (d *APIDoor) state(c net.Conn, s http.ConnState) {
 }
 
 func (d *APIDoor) pass(w http.ResponseWriter, r *http.Request) {
+	what := r.Method
+	if r.URL.Query().Has("watch") {
+		what = "watch"
+	}
 	d.mu.Lock()
-	d.requests++
+	d.asked[what+" "+r.URL.Path]++
 	d.mu.Unlock()
 	for {
 		d.mu.Lock()
 		weather, changed := d.weather, d.changed
-		if weather.Busy {
-			d.refused++
-		}
 		d.mu.Unlock()
 		switch {
 		case weather.Away:

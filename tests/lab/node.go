@@ -28,6 +28,9 @@ const (
 	CRIO       = "crio"
 	APIServer  = "kube-apiserver"
 	Scheduler  = "kube-scheduler"
+	// etcd keeps the API server's objects below etcdDir.
+	etcd    = "etcd"
+	etcdDir = "/var/lib/etcd/"
 )
 
 // Node is a node of Kubernetes that runs now, with a control plane or joined to one that has.
@@ -247,6 +250,29 @@ func (n *Node) StartAPI(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// SaveAPI takes a snapshot of all that the API server has. The server is away meanwhile.
+func (n *Node) SaveAPI(ctx context.Context) error {
+	return n.changeEtcd(ctx, "rm -rf saved && cp -a data saved")
+}
+
+// RestoreAPI puts the API server back to the snapshot that SaveAPI has taken, as is done after a disaster: its clients
+// of the control plane and the kubelet start anew, as Kubernetes' documents have it.
+func (n *Node) RestoreAPI(ctx context.Context) error {
+	if err := n.changeEtcd(ctx, "rm -rf data && cp -a saved data"); err != nil {
+		return err
+	}
+	return errors.Join(n.Stop(ctx, Kubelet), n.StartAgain(ctx, Kubelet))
+}
+
+// changeEtcd runs a shell command on etcd's files while neither etcd nor the API server runs.
+func (n *Node) changeEtcd(ctx context.Context, command string) error {
+	if err := errors.Join(n.Stop(ctx, APIServer), n.Stop(ctx, etcd)); err != nil {
+		return err
+	}
+	_, err := n.Exec(ctx, "sh", "-ec", "cd "+etcdDir+"; "+command)
+	return errors.Join(err, n.StartAgain(ctx, etcd), n.StartAPI(ctx))
 }
 
 // RestartKubelet restarts the kubelet and waits until the new one has written

@@ -20,6 +20,7 @@ type Metrics struct {
 	took      *prometheus.HistogramVec
 	api       *prometheus.CounterVec
 	answered  *prometheus.GaugeVec
+	expires   *prometheus.GaugeVec
 	unguarded prometheus.Counter
 	wakes     *prometheus.CounterVec
 }
@@ -86,6 +87,8 @@ func NewMetrics(version string, read func() State, verbs, outcomes, slices, chec
 		api: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "api_errors_total",
 			Help: "Requests to the API server that failed."}, []string{"verb", "resource"}),
 		answered: obs.AnsweredIn(auto),
+		expires: auto.NewGaugeVec(prometheus.GaugeOpts{Name: obs.Prefix + "placer_certificate_expires_timestamp_seconds",
+			Help: "Time at which the certificate of the door for schedulers expires. None without TLS."}, nil),
 		unguarded: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "placer_unguarded_pods_total",
 			Help: "Pods with an agent's devices that were bound to a node without the placer's approval."}),
 		wakes: auto.NewCounterVec(prometheus.CounterOpts{Name: obs.Prefix + "placer_wakes_total",
@@ -149,6 +152,9 @@ func (m *Metrics) APIError(verb, resource string) { m.api.WithLabelValues(verb, 
 // APIAnswered sets the time of the API server's last answer to now. The placer also calls it when
 // it begins to ask.
 func (m *Metrics) APIAnswered() { m.answered.WithLabelValues().SetToCurrentTime() }
+
+// Expires tells when the certificate of the door for schedulers expires.
+func (m *Metrics) Expires(at time.Time) { m.expires.WithLabelValues().Set(float64(at.Unix())) }
 
 // Unguarded counts a pod that was bound without the placer.
 func (m *Metrics) Unguarded() { m.unguarded.Inc() }
