@@ -66,6 +66,8 @@ type mpsDaemons struct {
 	wants   map[gpu.UUID]int
 	names   map[gpu.UUID]string
 	settled bool
+	// serve has the GPUs whose compute mode lets a server start.
+	serve map[gpu.UUID]bool
 	// retiring are the daemons that are to be replaced, and why.
 	retiring map[gpu.UUID]retiring
 	// orphans are the GPUs whose servers without a daemon may be ended.
@@ -106,7 +108,7 @@ func newMPSDaemons(o *Options, w *Worlds, wake func()) *mpsDaemons {
 	m := &mpsDaemons{supervisor: w.MPS, driver: w.Setups, log: o.Log, wake: wake, began: time.Now(),
 		event: func(workload.Pod, agentkube.EventType, string, string) {},
 		said:  make(chan struct{}, 1), modes: map[gpu.UUID]computeMode{}, wants: map[gpu.UUID]int{},
-		names: map[gpu.UUID]string{}, retiring: map[gpu.UUID]retiring{}, orphans: map[gpu.UUID]bool{}}
+		names: map[gpu.UUID]string{}, serve: map[gpu.UUID]bool{}, retiring: map[gpu.UUID]retiring{}, orphans: map[gpu.UUID]bool{}}
 	if w.Cluster != nil {
 		m.event = w.Cluster.Event
 	}
@@ -151,11 +153,14 @@ func forget[V any](of map[gpu.UUID]V, wants map[gpu.UUID]int) {
 	maps.DeleteFunc(of, func(u gpu.UUID, _ V) bool { return wants[u] == 0 })
 }
 
-// setModes sets the compute modes: EXCLUSIVE_PROCESS on a GPU whose daemon serves, so that its
-// clients alone compute there; PROHIBITED while it does not; and DEFAULT again on a GPU that is not
-// under MPS any more. setups may show that another program has changed a mode.
+// setModes sets the compute modes. EXCLUSIVE_PROCESS is for a GPU whose daemon has a server, or is to
+// start one now, so that its clients alone compute there. In that mode the first process has the card,
+// so PROHIBITED is for all other times, also for the pause after a server that has not started; and
+// DEFAULT for a GPU that is not under MPS any more. setups may show that another program has changed
+// a mode.
 func (m *mpsDaemons) setModes(ctx context.Context, inv *gpu.Inventory, epoch uint64, layouts map[gpu.UUID]plan.Layout,
 	s *setups) error {
+	defer m.serveBy()
 	if m.driver == nil {
 		return nil
 	}
@@ -169,10 +174,12 @@ func (m *mpsDaemons) setModes(ctx context.Context, inv *gpu.Inventory, epoch uin
 		}
 		want := gpu.ComputeDefault
 		if mine {
-			why, soft := m.trouble(d.UUID)
+			why, soft := m.daemonTrouble(d.UUID)
 			switch {
-			case why == (status.Cause{}):
+			case why == (status.Cause{}) && m.serverDue(d.UUID):
 				want = gpu.ComputeExclusiveProcess
+			case why == (status.Cause{}):
+				want = gpu.ComputeProhibited
 			case soft && have.is == gpu.ComputeUnknown:
 				continue // as the last process left it, until it is known how the daemon is
 			case soft:
@@ -213,8 +220,34 @@ func (m *mpsDaemons) setModes(ctx context.Context, inv *gpu.Inventory, epoch uin
 	return status.Because(status.ComputeModeFailed, errors.Join(errs...))
 }
 
-// trouble returns why a daemon cannot be relied on now; zero if it can, or if the GPU has none. soft
-// is true while that may be a delay of a busy node.
+// serveBy has the supervisor keep a server on the GPUs whose compute mode lets one start.
+func (m *mpsDaemons) serveBy() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	serve := map[gpu.UUID]bool{}
+	for u := range m.wants {
+		serve[u] = m.driver == nil || m.modes[u].is == gpu.ComputeExclusiveProcess
+	}
+	if !maps.Equal(serve, m.serve) {
+		m.serve = serve
+		poke(m.said)
+	}
+}
+
+// serverDue reports whether a GPU has a server, or one may be started now.
+func (m *mpsDaemons) serverDue(u gpu.UUID) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.serverDueLocked(u)
+}
+
+func (m *mpsDaemons) serverDueLocked(u gpu.UUID) bool {
+	d := m.seen.of[u]
+	return d.Serving || len(d.Servers) > 0 || d.ServeAt == 0 || m.supervisor != nil && m.supervisor.Now() >= d.ServeAt
+}
+
+// trouble returns why a daemon and its server cannot be relied on now; zero if they can, or if the
+// GPU has none. soft is true while that may be a delay of a busy node.
 func (m *mpsDaemons) trouble(u gpu.UUID) (why status.Cause, soft bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -222,6 +255,27 @@ func (m *mpsDaemons) trouble(u gpu.UUID) (why status.Cause, soft bool) {
 }
 
 func (m *mpsDaemons) troubleLocked(u gpu.UUID, now time.Time) (why status.Cause, soft bool) {
+	if why, soft = m.daemonTroubleLocked(u, now); why != (status.Cause{}) {
+		return why, soft
+	}
+	if d, wanted := m.seen.of[u], m.wants[u] != 0; wanted && !d.Serving {
+		text := "the MPS server is started when the GPU's compute mode is set"
+		if d.Problem != nil {
+			text = d.Problem.Text
+		}
+		return status.Why(status.MPSNotReady, "%s: MPS daemon: %s: %s", m.names[u], mps.NoServer, text), false
+	}
+	return why, false
+}
+
+// daemonTrouble is trouble for the daemon alone.
+func (m *mpsDaemons) daemonTrouble(u gpu.UUID) (why status.Cause, soft bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.daemonTroubleLocked(u, time.Now())
+}
+
+func (m *mpsDaemons) daemonTroubleLocked(u gpu.UUID, now time.Time) (why status.Cause, soft bool) {
 	percent, wanted := m.wants[u]
 	if !wanted {
 		return why, false
@@ -259,7 +313,7 @@ func (m *mpsDaemons) troubleLocked(u gpu.UUID, now time.Time) (why status.Cause,
 			"is started anew", m.names[u], r.why, d.Clients()), false
 	case d.Problem != nil && d.Problem.Code == mps.Silent:
 		return notYet(d.Problem.Code, d.Problem.Text), !old(d.answered)
-	case d.Problem != nil:
+	case d.Problem != nil && d.Problem.Code != mps.NoServer:
 		return notYet(d.Problem.Code, d.Problem.Text), false
 	case !d.Open:
 		return notYet(mps.Starting, "it does not take clients yet"), false
@@ -275,14 +329,15 @@ func (m *mpsDaemons) troubleLocked(u gpu.UUID, now time.Time) (why status.Cause,
 // gate returns why no container may start with a share of a GPU under MPS; zero if one may. known is
 // false until it is known how the daemon is: then the CDI files of the last process are to stay.
 func (m *mpsDaemons) gate(u gpu.UUID) (why status.Cause, known bool) {
-	why, soft := m.trouble(u)
+	why, soft := m.daemonTrouble(u)
 	mode := m.modes[u]
 	switch {
 	case why != (status.Cause{}):
 		return why, !soft || mode.is != gpu.ComputeUnknown
-	case m.driver != nil && mode.is != gpu.ComputeExclusiveProcess:
+	case m.driver != nil && mode.is != gpu.ComputeExclusiveProcess && m.serverDue(u):
 		return status.Why(status.ComputeModeFailed, "the GPU's compute mode is not EXCLUSIVE_PROCESS yet"), true
 	}
+	why, _ = m.trouble(u)
 	return why, true
 }
 
@@ -522,7 +577,8 @@ func (m *mpsDaemons) whole() []mps.Want {
 	defer m.mu.Unlock()
 	wants := []mps.Want{}
 	for _, u := range sortedKeys(m.wants) {
-		wants = append(wants, mps.Want{GPU: u, Percent: m.wants[u], Retire: m.retiring[u].daemon, EndOrphans: m.orphans[u]})
+		wants = append(wants, mps.Want{GPU: u, Percent: m.wants[u], Serve: m.serve[u], Retire: m.retiring[u].daemon,
+			EndOrphans: m.orphans[u]})
 	}
 	return wants
 }
@@ -587,6 +643,9 @@ type judgement struct {
 	reason  status.Reason
 	soft    bool
 	crowded bool
+	// daemon is true if the daemon is right, and due if a server may start: the compute mode follows
+	// from both.
+	daemon, due bool
 }
 
 func (m *mpsDaemons) judgements() map[gpu.UUID]judgement {
@@ -596,7 +655,8 @@ func (m *mpsDaemons) judgements() map[gpu.UUID]judgement {
 	for u := range m.wants {
 		why, soft := m.troubleLocked(u, time.Now())
 		d := m.seen.of[u]
-		out[u] = judgement{why.Reason, soft, d.Clients() >= mpsCrowded}
+		daemon, _ := m.daemonTroubleLocked(u, time.Now())
+		out[u] = judgement{why.Reason, soft, d.Clients() >= mpsCrowded, daemon == (status.Cause{}), m.serverDueLocked(u)}
 	}
 	return out
 }

@@ -28,11 +28,13 @@ type supervised struct {
 	daemons map[gpu.UUID]*mps.Daemon
 	broken  map[gpu.UUID]*mps.Problem // no daemon can be started
 	silent  bool                      // daemons do not answer
-	left    bool
-	ends    int
-	detach  func(mps.Detach) ([]mps.Detached, error)
-	pid     int
-	began   time.Time
+	// card returns whether a server can start now; always if nil.
+	card   func() bool
+	left   bool
+	ends   int
+	detach func(mps.Detach) ([]mps.Detached, error)
+	pid    int
+	began  time.Time
 }
 
 func newSupervised() *supervised {
@@ -80,6 +82,12 @@ func (s *supervised) stateLocked() (mps.State, error) {
 			d = &mps.Daemon{GPU: w.GPU, Problem: p, Servers: d.Servers}
 		}
 		d.Percent = float64(w.Percent)
+		if now := s.nowLocked(); w.Serve && !d.Serving && d.PID != 0 && now >= d.ServeAt {
+			d.Serving, d.ServeAt, d.Problem = s.card == nil || s.card(), 0, nil
+			if !d.Serving {
+				d.ServeAt, d.Problem = now+serverPause, &mps.Problem{Code: mps.NoServer, Text: "it has ended"}
+			}
+		}
 		if !s.silent {
 			d.Answered = s.nowLocked()
 		}
@@ -150,6 +158,9 @@ func (s *supervised) clients(u gpu.UUID, pids ...int) {
 	})
 }
 
+// serverPause is the supervisor's pause after a server that has not started.
+const serverPause = 10 * time.Second
+
 const (
 	allMPS    = allShared + "      compute: mps\n"
 	twoUnits  = "0.0 0.1 0.2 0.3"
@@ -206,7 +217,7 @@ func TestMPSWalk(t *testing.T) {
 		if b.mode() != gpu.ComputeExclusiveProcess {
 			t.Errorf("the daemon serves, and the mode is %s", b.mode())
 		}
-		if want := []mps.Want{{GPU: uuid(0), Percent: 100}}; !slices.Equal(o.mps.wanted(), want) {
+		if want := []mps.Want{{GPU: uuid(0), Percent: 100, Serve: true}}; !slices.Equal(o.mps.wanted(), want) {
 			t.Errorf("wanted is %+v, want %+v", o.mps.wanted(), want)
 		}
 
@@ -262,6 +273,55 @@ func TestMPSWalk(t *testing.T) {
 		said := o.mps.told()
 		if pause(time.Hour); o.mps.told() != said || b.set() > 6 {
 			t.Errorf("a GPU without MPS costs %d calls of its supervisor, and its mode was set %d times", o.mps.told()-said, b.set())
+		}
+	})
+}
+
+// The server is started when the compute mode is set, and no container starts before it stands: in
+// EXCLUSIVE_PROCESS the first process has the card. While none can be started the mode is PROHIBITED,
+// but for the tries.
+func TestMPSServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := mpsNode(t)
+		held := true // the card, by another process
+		var modes []gpu.ComputeMode
+		o.mps.card = func() bool {
+			o.left.with(func() { modes = append(modes, o.left.of[uuid(0)].Compute) })
+			return !held
+		}
+		b := start(t, o, t.TempDir(), allMPS)
+		defer b.end()
+		open := 0 // how long the GPU was in EXCLUSIVE_PROCESS
+		for range 4 * int(serverPause/mpsEvery) {
+			pause(mpsEvery)
+			if b.mode() == gpu.ComputeExclusiveProcess {
+				open++
+			}
+		}
+		b.want("failed", twoUnitsX, "")
+		if why, _ := b.loop.mps.gate(uuid(0)); !strings.Contains(why.Message, "NoServer: it has ended") {
+			t.Errorf("a container may start, %+v", why)
+		}
+		tries := len(modes)
+		if open > 2*tries || tries < 3 || tries > 5 || b.mode() != gpu.ComputeProhibited {
+			t.Errorf("open for %d of %d questions at %d tries, mode %s", open, 4*serverPause/mpsEvery, tries, b.mode())
+		}
+		held = false
+		pause(serverPause + 4*mpsEvery)
+		b.want("applied", twoUnits, "")
+		if i := slices.IndexFunc(modes, func(m gpu.ComputeMode) bool { return m != gpu.ComputeExclusiveProcess }); i >= 0 {
+			t.Errorf("the modes were %v when a server was started", modes)
+		}
+		if b.mode() != gpu.ComputeExclusiveProcess {
+			t.Errorf("a server stands, and the mode is %s", b.mode())
+		}
+		// The server ends, and another cannot start.
+		held = true
+		o.mps.with(func() { d := o.mps.daemons[uuid(0)]; d.Serving, d.Servers = false, nil })
+		pause(4 * mpsEvery)
+		b.want("failed", twoUnitsX, "")
+		if b.mode() != gpu.ComputeProhibited {
+			t.Errorf("the server has ended, and the mode is %s", b.mode())
 		}
 	})
 }

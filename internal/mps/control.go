@@ -24,6 +24,8 @@ type control interface {
 	look(ctx context.Context, f files) (sight, error)
 	// setDefault sets the percentage of the daemon's next server. The caller reads it back.
 	setDefault(ctx context.Context, f files, percent int) error
+	// startServer has the daemon start a server. It returns before the server is ready.
+	startServer(ctx context.Context, f files) error
 	// setServer sets the percentage of a server for new contexts. The caller reads it back.
 	setServer(ctx context.Context, f files, server, percent int) error
 	// terminate ends all work of a client and detaches it from its server.

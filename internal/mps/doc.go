@@ -36,9 +36,12 @@
 // the only visible device. When the daemon listens, the keeper tells it
 // "set_default_active_thread_percentage 26" and then "get_default_active_thread_percentage". Only
 // if the second answer is 26.0 does it link the daemon's socket into the directory that containers
-// get. So no server exists before the percentage is in force. If the agent wants another value
-// later, the keeper sets it for the next server and for the one that runs; contexts that exist
-// keep theirs. Each round reads both values again. Daemon.Percent and Server.Percent are always
+// get. So no server exists before the percentage is in force. When the agent has set the compute mode
+// it says so with Want.Serve, and the keeper starts the server ("start_server -uid 0") and keeps one:
+// without a server the first process that comes would have the card. A server that ends soon, as one
+// does without a card, is started again after a pause, which the agent learns. If the agent wants
+// another value later, the keeper sets it for the next server and for the one that runs; contexts
+// that exist keep theirs. Each round reads both values again. Daemon.Percent and Server.Percent are always
 // what was read, never what was set.
 //
 // # Files

@@ -46,6 +46,7 @@ func (k *keeper) stop(ctx context.Context) error {
 		}
 	}
 	k.process = process{}
+	k.stood, k.serveAt, k.servePause = 0, 0, 0
 	if pid, listens := k.stillListens(); listens {
 		return &Problem{Foreign, fmt.Sprintf("process %d listens at %s and is not the GPU's daemon: end it",
 			pid, k.files.socket())}

@@ -32,7 +32,10 @@ const (
 	// firstPause and lastPause are the pauses before a daemon is started again.
 	firstPause = 500 * time.Millisecond
 	lastPause  = 30 * time.Second
-	// steady is how long a daemon lives that is no reason for a pause when it ends.
+	// serverWait is how long a round waits for a server that it has started. A later round finds one
+	// that takes longer.
+	serverWait = time.Second
+	// steady is how long a daemon or a server lives that is no reason for a pause when it ends.
 	steady = time.Minute
 )
 
@@ -63,6 +66,10 @@ type keeper struct {
 	began      time.Time
 	pause      time.Duration
 	notTill    time.Time
+	// stood is when the server was first seen that stands, and serveAt when the next one may be
+	// started after one that ended soon; both are times since boot, zero if there is none.
+	// servePause is the pause before that.
+	stood, serveAt, servePause time.Duration
 	// refused is the program that has no multi-user mode. It is not started again.
 	refused identity
 
@@ -120,6 +127,7 @@ func (k *keeper) note(err error) {
 	k.update(func(d *Daemon) {
 		d.Problem, d.Open = p, k.files.isOpen()
 		d.PID, d.Start = k.process.pid, k.process.start
+		d.Serving, d.ServeAt = k.stood > 0, k.serveAt
 		if k.process == (process{}) {
 			d.Version, d.Percent = "", 0
 			if p == nil || p.Code != Orphans {
@@ -209,6 +217,7 @@ func (k *keeper) lost() {
 		}
 	}
 	k.process, k.control = process{}, nil
+	k.stood, k.serveAt, k.servePause = 0, 0, 0 // the next daemon begins anew
 	if err := k.shut(); err != nil {
 		k.log.Warn("remove the links to an ended MPS daemon", "gpu", k.gpu, "err", err)
 	}
@@ -478,7 +487,7 @@ func (k *keeper) match(ctx context.Context, want Want) error {
 	k.at("set")
 	other := false
 	for _, server := range s.servers {
-		if !isSet(server.Percent, want.Percent) {
+		if server.stands() && !isSet(server.Percent, want.Percent) {
 			other = true
 			if err := k.control.setServer(ctx, k.files, server.PID, want.Percent); err != nil {
 				return err
@@ -495,7 +504,7 @@ func (k *keeper) match(ctx context.Context, want Want) error {
 			want.Percent, s.percent)}
 	}
 	for _, server := range s.servers {
-		if !isSet(server.Percent, want.Percent) {
+		if server.stands() && !isSet(server.Percent, want.Percent) {
 			return &Problem{NotTaken, fmt.Sprintf("set the percentage of server %d to %d: the daemon says %.1f",
 				server.PID, want.Percent, server.Percent)}
 		}
@@ -505,7 +514,66 @@ func (k *keeper) match(ctx context.Context, want Want) error {
 		return &Problem{Files, fmt.Sprintf("link the daemon's socket for containers: %v", err)}
 	}
 	k.at("opened")
-	return nil
+	k.beat.stamp(k.snapshot().Answered)
+	return k.serve(ctx, want, s)
+}
+
+// serve starts the server if none stands, and fails as long as none does. It comes after the
+// percentage: a server is made with the daemon's.
+func (k *keeper) serve(ctx context.Context, want Want, s sight) (err error) {
+	if stands := k.stands(s); stands || !want.Serve {
+		return nil
+	}
+	if len(s.servers) == 0 {
+		if wait := k.serveAt - sinceBoot(); wait > 0 {
+			return &Problem{NoServer, fmt.Sprintf("the MPS server has ended; it is started again in %v",
+				wait.Round(100*time.Millisecond))}
+		}
+		if err := k.control.startServer(ctx, k.files); err != nil {
+			return err
+		}
+		k.at("server started")
+	}
+	for end := time.Now().Add(serverWait); ; time.Sleep(relist) {
+		switch s, err = k.look(ctx); {
+		case err != nil:
+			return err
+		case k.stands(s):
+			return nil
+		case len(s.servers) == 0:
+			k.serveLater()
+			return &Problem{NoServer, fmt.Sprintf("an MPS server was started and has ended; it is started again in %v: "+
+				"does another process hold the GPU? The daemon prints to %s", k.servePause, k.files.output())}
+		case time.Now().After(end):
+			return &Problem{NoServer, fmt.Sprintf("the MPS server %d is about to start", s.servers[0].PID)}
+		}
+	}
+}
+
+// serveLater puts the next start of a server off.
+func (k *keeper) serveLater() {
+	k.servePause = min(max(2*k.servePause, firstPause), lastPause)
+	k.serveAt = sinceBoot() + k.servePause
+}
+
+// stands notes whether a server stands. After one that stood for long, the next may be started at
+// once.
+func (k *keeper) stands(s sight) bool {
+	now := sinceBoot()
+	is := slices.ContainsFunc(s.servers, func(s Server) bool { return s.stands() })
+	switch {
+	case is && k.stood == 0:
+		k.stood, k.serveAt = now, 0
+	case !is && k.stood > 0:
+		k.log.Warn("the MPS server has ended", "gpu", k.gpu, "stood", (now - k.stood).Round(time.Second))
+		if now-k.stood < steady {
+			k.serveLater()
+		} else {
+			k.servePause = 0
+		}
+		k.stood = 0
+	}
+	return is
 }
 
 // look asks the daemon for all that is, and notes it.
@@ -521,7 +589,10 @@ func (k *keeper) look(ctx context.Context) (sight, error) {
 		return s, err
 	}
 	answered := sinceBoot()
-	k.beat.stamp(answered)
+	// A program that finds a heartbeat and no door would run without MPS.
+	if k.files.isOpen() {
+		k.beat.stamp(answered)
+	}
 	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, answered })
 	return s, nil
 }

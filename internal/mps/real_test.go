@@ -65,6 +65,19 @@ func TestReal(t *testing.T) {
 	each(t, runSuite)
 }
 
+// withServer returns a driver whose server is a script, and all else as it was.
+func withServer(t testing.TB, d Driver, script string) Driver {
+	t.Helper()
+	dir := t.TempDir()
+	err := os.WriteFile(filepath.Join(dir, "nvidia-cuda-mps-server"), []byte("#!/bin/sh\n"+script+"\n"), 0o755)
+	control, unread := os.ReadFile(filepath.Join(d.Programs[0], controlProgram))
+	err = errors.Join(err, unread, os.WriteFile(filepath.Join(dir, controlProgram), control, 0o755))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return Driver{Programs: []string{dir, "/usr/bin", "/bin"}, Libraries: d.Libraries}
+}
+
 // TestNoMultiUser: a driver that lacks multi-user mode is refused, and its program is not started
 // again and again. Another driver in its place is tried.
 func TestNoMultiUser(t *testing.T) {
@@ -127,6 +140,9 @@ var conversation = []string{
 	"$UI terminate_client 4 5",
 	"$UI shutdown_server 4",
 	"$UI start_server",
+	"$UI start_server -uid",
+	"$UI start_server -uid abc",
+	"$UI start_server -uid 0",
 	"$UI nonsense of three",
 	"$TENANT get_default_active_thread_percentage",
 	"$TENANT set_default_active_thread_percentage 90",
@@ -144,6 +160,9 @@ var conversation = []string{
 // transcribe has the conversation with a daemon.
 func transcribe(t *testing.T, j judge) string {
 	w := newWorld(t, j)
+	if j.emulated { // the real ones have no card here
+		mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{NoCard: true})
+	}
 	f := w.files(gpuA)
 	if err := f.prepare(); err != nil {
 		t.Fatal(err)
@@ -175,7 +194,7 @@ func transcribe(t *testing.T, j judge) string {
 			fmt.Fprintf(&text, "%s", said)
 			return nil
 		})
-		if code != 0 {
+		if code != 0 && input != "quit\n" { // quit's program may end before it has the daemon's status
 			fmt.Fprintf(&text, "(exit %d)\n", code)
 		}
 	}

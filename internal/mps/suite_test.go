@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/internal/mps/mpstest"
 )
 
 // suite is what needs no card. NVIDIA's own daemons and the emulated ones do the same in it.
@@ -39,6 +41,8 @@ var suite = []struct {
 	{"Root", rootInAContainer, false},
 	{"StoppedEnds", stoppedDaemonEnds, true},
 	{"Two", twoGPUs, false},
+	{"Serve", keepsAServer, false},
+	{"Initializing", serverTakesLong, true},
 	{"KilledAtEachStep", killedAtEachStep, false},
 	{"Init", initKeepsTheSupervisor, false},
 }
@@ -427,8 +431,91 @@ func twoGPUs(w *world) {
 
 // steps are those of a start, and those of an end.
 var steps = map[string][]string{
-	"start": {"saved", "prepared", "started", "listens", "set", "read back", "opened"},
+	"start": {"saved", "prepared", "started", "listens", "set", "read back", "opened", "server started"},
 	"end":   {"saved", "shut", "quit", "cleared"},
+}
+
+// keepsAServer: the server is started with the daemon when the GPU takes one. Without a card it ends
+// at once and is started again after growing pauses, and the daemon stays as it is.
+func keepsAServer(w *world) {
+	if w.emulated {
+		mpstest.Set(w.t, w.driver.Programs[0], mpstest.Behaviour{NoCard: true})
+	}
+	w.run(w.options())
+	c := NewClient(w.state)
+	if d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); d.Err() != nil || d.Serving || d.ServeAt != 0 {
+		w.t.Errorf("none is wanted yet: %+v, problem %v", d, d.Err())
+	}
+	want := Want{GPU: gpuA, Percent: 26, Serve: true}
+	w.sync(want)
+	d := w.is(c, gpuA, NoServer)
+	first := d
+	var starts []time.Duration
+	for began := time.Now(); len(starts) < 3 && time.Since(began) < 10*time.Second; time.Sleep(5 * time.Millisecond) {
+		if d = w.is(c, gpuA, NoServer); len(starts) == 0 || d.ServeAt != starts[len(starts)-1] {
+			starts = append(starts, d.ServeAt)
+		}
+		if d.PID != first.PID || d.Starts != 1 || !d.Open || d.Percent != 26 || d.Serving || d.ServeAt == 0 {
+			w.t.Fatalf("without a card: %+v, was %+v", d, first)
+		}
+	}
+	if len(starts) < 3 || starts[1]-starts[0] < 2*firstPause || starts[2]-starts[1] < 4*firstPause {
+		w.t.Errorf("a server is to be started at %v", starts)
+	}
+	if data, err := os.ReadFile(w.files(gpuA).output()); err != nil || strings.Count(string(data), "Starting new server") > 4 {
+		w.t.Errorf("the daemon prints %s, %v", data, err)
+	}
+	if !w.emulated {
+		return
+	}
+	mpstest.Set(w.t, w.driver.Programs[0], mpstest.Behaviour{})
+	for range 2 {
+		d = w.is(c, gpuA, "")
+		if !d.Serving || d.ServeAt != 0 || len(d.Servers) != 1 || d.Servers[0].Percent != 26 || d.Clients() != 0 || d.PID != first.PID {
+			w.t.Fatalf("with a card: %+v", d)
+		}
+		old := d.Servers[0].PID
+		if err := unix.Kill(old, unix.SIGKILL); err != nil {
+			w.t.Fatal(err)
+		}
+		eventually(w.t, "another server", func() error {
+			if d := daemonOf(must(c.State(w.t.Context())), gpuA); d.Err() != nil || !d.Serving || d.Servers[0].PID == old {
+				return fmt.Errorf("%+v, problem %v", d, d.Err())
+			}
+			return nil
+		})
+	}
+	if d = daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA); !d.Serving {
+		w.t.Errorf("the server is ended, though nothing asks for that: %+v", d)
+	}
+}
+
+// serverTakesLong: while a server starts, the daemon tells nothing of it but that. No client's door is
+// closed for that, and nothing else is started.
+func serverTakesLong(w *world) {
+	if w.emulated {
+		mpstest.Set(w.t, w.driver.Programs[0], mpstest.Behaviour{StartsSlowly: true})
+	} else {
+		w.driver = withServer(w.t, w.driver, "exec sleep 1000")
+	}
+	w.run(w.options())
+	w.sync(Want{GPU: gpuA, Percent: 26, Serve: true})
+	c := NewClient(w.state)
+	first := w.is(c, gpuA, NoServer)
+	for range 3 {
+		w.sync(Want{GPU: gpuA, Percent: 26, Serve: true})
+		d := w.is(c, gpuA, NoServer)
+		if len(d.Servers) != 1 || d.Servers[0].PID != first.Servers[0].PID || d.Servers[0].Status != Initializing ||
+			d.Serving || d.ServeAt != 0 || !d.Open || d.Percent != 26 {
+			w.t.Fatalf("%+v, was %+v", d, first)
+		}
+	}
+	if w.emulated {
+		mpstest.Set(w.t, w.driver.Programs[0], mpstest.Behaviour{})
+		if d := w.is(c, gpuA, ""); !d.Serving || d.Servers[0].PID != first.Servers[0].PID {
+			w.t.Errorf("%+v, was %+v", d, first)
+		}
+	}
 }
 
 // killedAtEachStep: the supervisor is killed at each step. Its successor finishes the work: one
@@ -440,8 +527,14 @@ func killedAtEachStep(w *world) {
 	}
 	for _, step := range steps["start"] {
 		w.killAt(step, func(c *Client) {
-			_, _ = c.Sync(w.t.Context(), []Want{{GPU: gpuA, Percent: 26}})
+			_, _ = c.Sync(w.t.Context(), []Want{{GPU: gpuA, Percent: 26, Serve: step == "server started"}})
 		}, func(c *Client) {
+			if step == "server started" && w.emulated {
+				d := w.is(c, gpuA, "")
+				if now := w.processes(gpuA); !d.Serving || len(pids(now, aServer)) != 1 {
+					w.t.Errorf("killed at %q: %+v, servers %v", step, d, now)
+				}
+			}
 			w.sync(Want{GPU: gpuA, Percent: 26})
 			d := w.is(c, gpuA, "")
 			w.oneDaemon(gpuA, d.PID, "26.0")

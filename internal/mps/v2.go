@@ -141,20 +141,34 @@ func (v v2) look(ctx context.Context, f files) (sight, error) {
 func read(pid int, answers [][]string) (Server, error) {
 	s := Server{PID: pid}
 	var err error
-	if s.Percent, err = percentage(answers[0]); err != nil {
-		return s, unreadable(answers[0], err)
+	if s.Status, err = status(answers[2]); err != nil {
+		return s, unreadable(answers[2], err)
 	}
 	if s.Clients, err = numbers(answers[1], mostClients); err != nil {
 		return s, unreadable(answers[1], err)
 	}
-	if s.Status, err = status(answers[2]); err != nil {
-		return s, unreadable(answers[2], err)
+	if (s.Status == Initializing || s.Status == "") && len(answers[0]) == 0 {
+		s.Status = Initializing // "Server 4 is <busy>", the daemon says in its log alone
+		return s, nil
+	}
+	if s.Percent, err = percentage(answers[0]); err != nil {
+		return s, unreadable(answers[0], err)
 	}
 	return s, nil
 }
 
 func (v v2) setDefault(ctx context.Context, f files, percent int) error {
 	_, err := v.ask(ctx, f, fmt.Sprintf("set_default_active_thread_percentage %d", percent))
+	return err
+}
+
+// startServer starts one for root: a server in multi-user mode is root's. The daemon answers
+// nothing, whether or not that server will live.
+func (v v2) startServer(ctx context.Context, f files) error {
+	said, err := v.ask(ctx, f, "start_server -uid 0")
+	if err == nil && len(said[0]) > 0 {
+		err = &Problem{NoServer, fmt.Sprintf("start an MPS server: the daemon says %.200q", said[0])}
+	}
 	return err
 }
 

@@ -18,6 +18,10 @@ type Want struct {
 	// Percent is the default active thread percentage, 1 to 100: the largest share of the GPU's
 	// multiprocessors that a client can have.
 	Percent int `json:"percent"`
+	// Serve says that the GPU takes a server now: its compute mode is set. The supervisor then starts
+	// one and keeps one, so that no other process is the first on the card. Without it only a
+	// client's coming starts a server.
+	Serve bool `json:"serve,omitempty"`
 	// Retire is the daemon that is to be replaced as soon as its servers have no client: after a
 	// fault, for example. Until then it takes no new clients. Zero, or a daemon that has ended, is
 	// none.
@@ -63,6 +67,11 @@ type Daemon struct {
 	Answered time.Duration `json:"answered,omitempty"`
 	// Open is true if containers can reach the daemon: its socket is linked into PipeDir.
 	Open bool `json:"open,omitempty"`
+	// Serving is true if a server stood at the end of the last round, which takes clients as far as
+	// the daemon tells. ServeAt is when the next try to start one is due, as time since boot, after a
+	// try that failed; zero if none has, or a server stands.
+	Serving bool          `json:"serving,omitempty"`
+	ServeAt time.Duration `json:"serveAt,omitempty"`
 	// Starts counts the daemons that this supervisor has started for the GPU. Detached and
 	// TimedOut count clients that it has detached, and detaches without an answer in time.
 	Starts   int `json:"starts,omitempty"`
@@ -100,6 +109,9 @@ type Server struct {
 	// Clients is the PIDs of the server's clients, in ascending order.
 	Clients []int `json:"clients,omitempty"`
 }
+
+// stands reports whether the server is past its start.
+func (s *Server) stands() bool { return s.Status != Initializing }
 
 // Status is the daemon's own word for how a server is; empty if the daemon does not know the
 // question (535).
@@ -149,6 +161,7 @@ const (
 	NoProgram   Code = "NoProgram"   // the driver has no MPS control program
 	NoMultiUser Code = "NoMultiUser" // the driver's daemon has no multi-user mode
 	NotStarted  Code = "NotStarted"  // a daemon was started and does not listen
+	NoServer    Code = "NoServer"    // the daemon is right, and has no server yet, or none that could start
 	Starting    Code = "Starting"    // another process has started a daemon, which does not listen yet
 	Foreign     Code = "Foreign"     // a process listens that is not the daemon that this package would start
 	Outdated    Code = "Outdated"    // the daemon runs, and the driver's program is another version

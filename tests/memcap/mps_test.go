@@ -140,7 +140,7 @@ func (s *site) options(t *testing.T) mps.Options {
 		Beat: 100 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))}
 }
 
-// supervise runs a supervisor, and waits until the daemon is open.
+// supervise runs a supervisor, and waits until the daemon is open and a server stands.
 func (s *site) supervise(t *testing.T) {
 	t.Helper()
 	sup, err := mps.New(s.options(t))
@@ -160,9 +160,9 @@ func (s *site) supervise(t *testing.T) {
 			}
 		}
 	}
-	await(t, "the daemon is open", func() bool {
-		st, err := s.agent.Sync(t.Context(), []mps.Want{{GPU: s.uuid(0), Percent: mpsDefault}})
-		return err == nil && len(st.Daemons) == 1 && st.Daemons[0].Err() == nil && st.Daemons[0].Open
+	await(t, "a server stands", func() bool {
+		st, err := s.agent.Sync(t.Context(), []mps.Want{{GPU: s.uuid(0), Percent: mpsDefault, Serve: true}})
+		return err == nil && len(st.Daemons) == 1 && st.Daemons[0].Err() == nil && st.Daemons[0].Open && st.Daemons[0].Serving
 	}, func() any { st, err := s.agent.State(t.Context()); return fmt.Sprint(st, err) })
 }
 
@@ -326,7 +326,7 @@ type mpsFault struct {
 	// answers.
 	happen func(*testing.T, *site)
 	down   bool
-	// first is true if no client has come before, so that there is no server.
+	// first is true if no client has come before.
 	first  bool
 	change func(*testing.T, *site, *specs.ContainerEdits, *capsule.Image)
 	// passes has the rings that the program passes when they are alone: a, b, c.
@@ -340,21 +340,6 @@ func killDaemon(t *testing.T, s *site) {
 		t.Fatal(err)
 	}
 	await(t, "it is gone", func() bool { return len(s.m.World.MPSServers()) == 0 }, nil)
-}
-
-// withoutServer ends the server, and waits until the GPU is as before its first client.
-func withoutServer(t *testing.T, s *site) {
-	t.Helper()
-	for _, server := range s.m.World.MPSServers() {
-		if err := unix.Kill(server.PID, unix.SIGKILL); err != nil {
-			t.Fatal(err)
-		}
-	}
-	await(t, "no server", func() bool { return len(s.m.World.MPSServers()) == 0 }, nil)
-	for _, p := range s.m.World.State().Processes {
-		_ = unix.Kill(p.PID, unix.SIGKILL)
-	}
-	await(t, "nothing on the GPU", func() bool { return len(s.m.World.State().Processes) == 0 }, nil)
 }
 
 // onControl gives the daemon a command with root's own socket.
@@ -421,9 +406,8 @@ func mpsFaults() []mpsFault {
 		{name: "directory empty", env: given, change: mounted()},
 		{name: "directory mounted over, with the heartbeat", env: given, change: mounted("beat")},
 		{name: "variables unset"},
-		// In exclusive-process mode the first process has the card. A server would be the first if the
-		// daemon started one before containers reach it.
-		{name: "variables unset, no server yet", first: true, passes: "b"},
+		// In exclusive-process mode the first process has the card: that is the server.
+		{name: "variables unset, no client yet", first: true},
 		{name: "directory misspelt", env: []string{pipeVariable + "/usr/lib/gpu-agent/msp", given[1]}},
 		{name: "variable misspelt", env: []string{"CUDA_MPS_PIPE_DIRECTROY=" + lib.MPSDir, given[1]}},
 		{name: "percentage raised", env: []string{given[0], percentVariable + "100"}, passes: "b"},
@@ -447,13 +431,11 @@ func TestMPSRings(t *testing.T) {
 		t.Run(f.name, func(t *testing.T) {
 			t.Parallel()
 			s := newSite(t)
-			// A neighbour, so that the server is up.
-			honest, _ := s.box(t, true, nil)
-			if k := s.begin(t, honest, "soname", given); k.outside() || k.context != 0 {
-				t.Fatalf("an honest program: %+v", k.shareOutcome)
-			}
-			if f.first {
-				withoutServer(t, s)
+			if !f.first {
+				honest, _ := s.box(t, true, nil)
+				if k := s.begin(t, honest, "soname", given); k.outside() || k.context != 0 {
+					t.Fatalf("an honest program: %+v", k.shareOutcome)
+				}
 			}
 			if f.happen != nil {
 				f.happen(t, s)
@@ -498,9 +480,6 @@ func TestMPSRings(t *testing.T) {
 			}
 			k.end()
 
-			if f.first {
-				withoutServer(t, s)
-			}
 			s.mode(t, emulator.ComputeExclusiveProcess)
 			if f.down {
 				s.mode(t, emulator.ComputeProhibited)

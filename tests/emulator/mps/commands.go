@@ -46,6 +46,10 @@ func (d *controlDaemon) command(command string, privileged bool, b Behaviour) st
 		if server == nil {
 			return missing
 		}
+		if !server.isReady() {
+			d.logf("Server %d is <busy>", number(1))
+			return ""
+		}
 		if f[0][0] == 's' {
 			d.set(&server.percent, f, 2, deaf)
 			d.told(d.world.setPercent(server.known, server.percent))
@@ -64,6 +68,8 @@ func (d *controlDaemon) command(command string, privileged bool, b Behaviour) st
 			return "A server PID is required\n"
 		case server == nil:
 			return missing
+		case !server.isReady():
+			return "INITIALIZING\n"
 		case b.Status != "":
 			return b.Status + "\n"
 		}
@@ -95,9 +101,12 @@ func (d *controlDaemon) command(command string, privileged bool, b Behaviour) st
 		if len(f) < 3 || f[1] != "-uid" {
 			return "A user id (UID) is required to start a new server\n"
 		}
-		d.mu.Unlock()
-		_, _ = d.serverFor()
-		d.mu.Lock()
+		if _, err := strconv.ParseUint(f[2], 10, 32); err != nil {
+			return "A user id (UID) is required to start a new server\n"
+		}
+		if _, err := d.serverLocked(); err != nil { // its end is not waited for
+			d.logf("Failed to start server using uid %s, error: %v", f[2], err)
+		}
 		return ""
 	case "quit":
 		if !privileged {
@@ -109,6 +118,16 @@ func (d *controlDaemon) command(command string, privileged bool, b Behaviour) st
 		return ""
 	}
 	return fmt.Sprintf("Unknown command %q\n", f[0])
+}
+
+// isReady reports whether a server is past its start.
+func (s *mpsServer) isReady() bool {
+	select {
+	case <-s.begun:
+		return s.stands
+	default:
+		return false
+	}
 }
 
 // told notes what the world refused.
@@ -133,7 +152,7 @@ func (d *controlDaemon) set(to *float64, f []string, at int, deaf bool) {
 }
 
 // quitLocked ends the servers and the daemon. With clients it waits for them, or ends them by
-// force.
+// force. The daemon's status says whether a server had failed.
 func (d *controlDaemon) quitLocked(force bool) {
 	for !force && slices.ContainsFunc(slices.Collect(maps.Values(d.servers)), func(s *mpsServer) bool { return len(s.clients) > 0 }) {
 		d.mu.Unlock()
@@ -146,7 +165,7 @@ func (d *controlDaemon) quitLocked(force bool) {
 	for _, name := range []string{"log", "nvidia-cuda-mps-control.pid"} { // the sockets stay
 		_ = os.Remove(d.dir + "/" + name)
 	}
-	exit(0)
+	exit(d.failed)
 }
 
 func lines(pids []int) string {

@@ -90,6 +90,7 @@ type controlDaemon struct {
 	percent float64
 	servers map[int]*mpsServer
 	ui      bool // a control program is connected
+	failed  int  // 1 if a server has ended by itself with another status than 0, else 0
 }
 
 type mpsServer struct {
@@ -98,6 +99,9 @@ type mpsServer struct {
 	known   int       // its PID as the world knows it
 	percent float64
 	clients map[int]net.Conn
+	// begun is closed when the server is ready, or has ended before that; stands tells which, from then on.
+	begun  chan struct{}
+	stands bool
 }
 
 func daemonMain() int {
@@ -249,9 +253,9 @@ func (d *controlDaemon) client(c *net.UnixConn, packet []byte) {
 		return
 	}
 	d.logf("NEW CLIENT %d from user 0: Server already exists", pid)
-	for d.world != nil { // a server with a fault takes no client until all that it has are gone
+	for { // a server with a fault takes no client until all that it has are gone
 		fault, err := d.world.inFault(s.known)
-		if err != nil || !fault {
+		if (err != nil || !fault) && !behaviour().Stuck {
 			break
 		}
 		_ = c.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
@@ -278,10 +282,23 @@ func (d *controlDaemon) client(c *net.UnixConn, packet []byte) {
 	d.mu.Unlock()
 }
 
-// serverFor returns the server, which it starts if there is none.
+// serverFor returns the server, which it starts if there is none. It waits until the server is ready.
 func (d *controlDaemon) serverFor() (*mpsServer, error) {
 	d.mu.Lock()
-	defer d.mu.Unlock()
+	s, err := d.serverLocked()
+	d.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	<-s.begun
+	if !s.stands {
+		return nil, fmt.Errorf("server %d has not started", s.cmd.Process.Pid)
+	}
+	return s, nil
+}
+
+// serverLocked returns the server, or one that is about to start.
+func (d *controlDaemon) serverLocked() (*mpsServer, error) {
 	for _, s := range d.servers {
 		return s, nil
 	}
@@ -298,24 +315,40 @@ func (d *controlDaemon) serverFor() (*mpsServer, error) {
 		return nil, err
 	}
 	pid := cmd.Process.Pid
-	s := &mpsServer{cmd: cmd, hold: hold, percent: d.percent, clients: map[int]net.Conn{}}
-	if line, _ := bufio.NewReader(out).ReadString('\n'); !ready(line, &s.known) {
-		_ = hold.Close()
-		_ = cmd.Wait()
-		return nil, fmt.Errorf("server %d has not started: %s", pid, strings.TrimSpace(line))
-	}
+	s := &mpsServer{cmd: cmd, hold: hold, percent: d.percent, clients: map[int]net.Conn{}, begun: make(chan struct{})}
 	d.servers[pid] = s
 	d.logf("Starting new server %d for user 0", pid)
-	go func() {
-		_ = cmd.Wait()
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		for _, c := range s.clients {
-			_ = c.Close()
-		}
-		delete(d.servers, pid)
-	}()
+	go d.follow(s, out)
 	return s, nil
+}
+
+// follow follows a server from its start to its end.
+func (d *controlDaemon) follow(s *mpsServer, out io.Reader) {
+	pid := s.cmd.Process.Pid
+	line, _ := bufio.NewReader(out).ReadString('\n')
+	d.mu.Lock()
+	s.stands = ready(line, &s.known)
+	if s.stands {
+		d.logf("NEW SERVER %d: Ready", pid)
+	} else {
+		d.logf("server %d: %s", pid, strings.TrimSpace(line))
+	}
+	d.mu.Unlock()
+	close(s.begun)
+	if !s.stands {
+		_ = s.hold.Close()
+	}
+	_ = s.cmd.Wait()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range s.clients {
+		_ = c.Close()
+	}
+	delete(d.servers, pid)
+	if s.cmd.ProcessState.ExitCode() > 0 {
+		d.failed = 1
+	}
+	d.logf("Server %d exited with status %d", pid, s.cmd.ProcessState.ExitCode())
 }
 
 func ready(line string, pid *int) bool {
@@ -331,6 +364,13 @@ func server(args []string) int {
 		percent, err = strconv.ParseFloat(args[0], 64)
 	}
 	endWith(w)
+	if behaviour().NoCard {
+		fmt.Println("no card")
+		return 1
+	}
+	for behaviour().StartsSlowly {
+		time.Sleep(10 * time.Millisecond)
+	}
 	pid := 0
 	if err == nil {
 		pid, err = w.serve(percent)

@@ -127,6 +127,12 @@ type Behaviour struct {
 	Outlive bool `json:"outlive,omitempty"`
 	// Sticky has clients stay listed when they are terminated.
 	Sticky bool `json:"sticky,omitempty"`
+	// NoCard has servers end at once, as without a card, or on one that another process has.
+	NoCard bool `json:"noCard,omitempty"`
+	// StartsSlowly has servers not become ready, and Stuck has them take no client although they are
+	// ACTIVE.
+	StartsSlowly bool `json:"startsSlowly,omitempty"`
+	Stuck        bool `json:"stuck,omitempty"`
 	// Status is what servers are, ACTIVE if empty.
 	Status string `json:"status,omitempty"`
 }
