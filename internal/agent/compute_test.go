@@ -59,7 +59,7 @@ func TestComputeOfAGPU(t *testing.T) {
 			return unseen
 		}
 		s := status.Status{GPUs: at.gpus()}
-		n := at.gpuNode(&s, gpunode.InObject, memcap.API)
+		n := at.gpuNode(gpunode.InObject, memcap.API)
 		g := n.GPUs[0]
 		if g.ComputeGuarantee != string(c.want) || (g.Compute == gpunode.Through) != c.compute.MPS || s.GPUs[0].Compute != c.words {
 			t.Errorf("%s: %+v; the status says %q", name, g, s.GPUs[0].Compute)

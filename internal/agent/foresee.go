@@ -5,6 +5,7 @@ package agent
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -320,7 +321,7 @@ func (f *foresight) offers(then *plan.Forecast, end *Snapshot) []status.PlannedO
 	end.Conditions = slices.Concat(end.Conditions, end.leaves(),
 		f.snap.basis.cordons.conditions(f.domain, then.Inventory))
 	at := newScene(end, f.names, f.domain, f.snap.basis.on.Unit, front.Offer(), f.allocations)
-	return offersOf(at.gpuNode(&status.Status{GPUs: at.gpus()}, gpunode.InPods, f.caps), f.names, f.domain)
+	return offersOf(at.gpuNode(gpunode.InPods, f.caps), f.names, f.domain)
 }
 
 // offersOf returns what pods can ask for of a node, through either front-end. Memory by claims has no
@@ -414,6 +415,12 @@ func describeWant(w *config.Want) (text string) {
 	}
 	if w.API == ledger.DRA {
 		text += ", through dra"
+	}
+	switch {
+	case w.Spot.On && w.Spot.Most > 0:
+		text += fmt.Sprintf(", spot up to %d", w.Spot.Most)
+	case w.Spot.On:
+		text += ", spot"
 	}
 	return text
 }

@@ -436,6 +436,19 @@ func TestPlanOfALiveNode(t *testing.T) {
 			}
 		})
 	})
+	t.Run("a second tier", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			b := start(t, newOutside(2), t.TempDir(), allShared)
+			defer b.end()
+			b.hold("train-3", memResource, string(uuid(0))+"::1")
+			time.Sleep(holdersEvery)
+			p := b.ask("version: v1\npartitions:\n  default:\n    - {devices: [0], mode: shared, spot: {most: 2}}\n    - {devices: [1], mode: shared, spot: true}\n")
+			want := []status.PlannedOffer{{Resource: memResource, Total: 8, Free: 7, Largest: 4}, {Resource: memResource + ".spot", Total: 6, Free: 6, Largest: 4}}
+			if !cmp.Equal(p.Offers, want) || p.State != "applied" || p.GPUs[0].Wanted != "shared, spot up to 2" || p.GPUs[1].Wanted != "shared, spot" {
+				t.Errorf("%s: pods can ask for %+v, want %+v; wanted %q and %q", p.State, p.Offers, want, p.GPUs[0].Wanted, p.GPUs[1].Wanted)
+			}
+		})
+	})
 	t.Run("another unit", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			b := start(t, newOutside(1), t.TempDir(), allShared)

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/gpunode"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
@@ -17,12 +18,121 @@ import (
 	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap"
+	"example.com/gpu-agent/pkg/mig"
 )
 
-// gpuNode returns the status of the GPUNode object, for programs that place pods. s is the status
-// that was made from the same scene. It is a pure function of both.
-func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Level) *gpunode.Status {
-	out := &gpunode.Status{MemoryUnitMiB: int(at.unit), HoldersIn: in}
+// gpuNode returns the status of the GPUNode object, for programs that place pods. It is a pure function of
+// the scene. What it says of guaranteed pods is what it would say if there were no spot pods.
+func (at *scene) gpuNode(in gpunode.HoldersIn, caps memcap.Level) *gpunode.Status {
+	out := at.guaranteed().gpuNodeOf(caps)
+	out.HoldersIn = in
+	for i := range out.GPUs {
+		g := &out.GPUs[i]
+		u := gpu.UUID(g.UUID)
+		g.Spot = at.spot(g)
+		g.ComputeGuarantee = string(at.computeGuarantee(u))
+		if in == gpunode.InObject {
+			g.Holders = at.gpuNodeHolders(u)
+		}
+	}
+	out.Sum()
+	out.Cut()
+	return out
+}
+
+// guaranteed returns the scene without spot pods and what is on offer to them.
+func (at *scene) guaranteed() *scene {
+	theirs := func(r deviceplugin.Resource) bool { return r.Tier != ledger.Guaranteed }
+	has := func(a ledger.Allocation) bool { return a.Tier != ledger.Guaranteed }
+	if !slices.ContainsFunc(at.offer.Resources, theirs) && !slices.ContainsFunc(at.allocations, has) {
+		return at
+	}
+	offer := *at.offer
+	offer.Resources = slices.DeleteFunc(slices.Clone(offer.Resources), theirs)
+	allocations := slices.DeleteFunc(slices.Clone(at.allocations), has)
+	out := newScene(at.snap, at.names, at.domain, at.unit, &offer, allocations)
+	out.over, out.computed = at.over, at.computed
+	return out
+}
+
+// spot returns what spot pods can have of a GPU; nil if its room is not offered to them.
+func (at *scene) spot(g *gpunode.GPU) *gpunode.Spot {
+	u := gpu.UUID(g.UUID)
+	offering := at.offer.Spot[u]
+	if !offering.On {
+		return nil
+	}
+	layout, out := at.snap.shape.Layouts[u], &gpunode.Spot{}
+	if g.Resource != "" {
+		out.Resource, out.Total = deviceplugin.InTier(g.Resource, ledger.Spot), g.Total
+		if offering.Most > 0 {
+			out.Total = min(offering.Most, g.Total)
+		}
+	}
+	stay := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
+		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || a.Yield.Asked() })}
+	out.Used, out.UsedPlacements = stay.used(u, layout.Kind), stay.usedPlacements(u)
+	for i := range at.offer.Resources {
+		r := &at.offer.Resources[i]
+		if r.Tier != ledger.Spot {
+			continue
+		}
+		for j := range r.Devices {
+			dev := &r.Devices[j]
+			free := dev.Healthy && !dev.Leaving && !at.held[r.Name][dev.ID] && gpunode.Is(g.Conditions, gpunode.Available)
+			switch {
+			case dev.GPU != u || lingers(dev.ID, layout):
+			case r.Kind.InMIG():
+				out.Offers = addOffer(out.Offers, r.Name, dev.Placement, free)
+			case r.Name == out.Resource && free:
+				out.Free++
+			}
+		}
+	}
+	slices.SortFunc(out.Offers, func(a, b gpunode.Offer) int { return cmp.Compare(a.Profile, b.Profile) })
+	if out.Largest = out.Free; !g.Kind.Counted().Together() {
+		out.Largest = min(1, out.Free)
+	}
+	return out
+}
+
+// addOffer adds a placement to the offer of its profile, which it makes if need be.
+func addOffer(offers []gpunode.Offer, resource string, p mig.Placement, free bool) []gpunode.Offer {
+	profile := p.Profile.String()
+	i := slices.IndexFunc(offers, func(o gpunode.Offer) bool { return o.Profile == profile })
+	if i < 0 {
+		i, offers = len(offers), append(offers, gpunode.Offer{Profile: profile, Resource: resource})
+	}
+	o, start := &offers[i], strings.TrimPrefix(p.String(), profile+"@")
+	o.Placements = append(o.Placements, start)
+	if free {
+		o.Free = append(o.Free, start)
+	}
+	return offers
+}
+
+// usedPlacements returns the MIG placements of a GPU that allocations have, by place.
+func (at *scene) usedPlacements(u gpu.UUID) (out []string) {
+	var placements []mig.Placement
+	for i := range at.allocations {
+		for j := range at.allocations[i].Grants {
+			if g := &at.allocations[i].Grants[j]; g.GPU == u && g.Kind().InMIG() && !g.NoRoom {
+				placements = append(placements, piece.At(g.Piece))
+			}
+		}
+	}
+	slices.SortFunc(placements, mig.ComparePlacements)
+	for _, p := range slices.Compact(placements) {
+		out = append(out, p.String())
+	}
+	return out
+}
+
+// gpuNodeOf returns the object without what depends on the tiers: what spot pods can have, holders, and how
+// strongly their shares are held.
+func (at *scene) gpuNodeOf(caps memcap.Level) *gpunode.Status {
+	s := status.Status{GPUs: at.gpus()}
+	out := &gpunode.Status{MemoryUnitMiB: int(at.unit)}
 	ready := gpunode.Condition{Type: gpunode.Ready, Status: gpunode.True, Reason: status.Offered}
 	if at.snap.Missing != "" || at.snap.At.IsZero() {
 		// A missing driver is the reason, as in the Node's GPUReady, since that may last.
@@ -67,15 +177,9 @@ func (at *scene) gpuNode(s *status.Status, in gpunode.HoldersIn, caps memcap.Lev
 		if g.Resource != "" {
 			to.Used = at.used(d.UUID, layout.Kind)
 		}
-		to.ComputeGuarantee = string(at.computeGuarantee(d.UUID))
-		if in == gpunode.InObject {
-			to.Holders = at.gpuNodeHolders(d.UUID)
-		}
 		out.GPUs = append(out.GPUs, to)
 	}
 	slices.SortFunc(out.Cards, func(a, b gpunode.Card) int { return cmp.Compare(a.Name, b.Name) })
-	out.Sum()
-	out.Cut()
 	return out
 }
 
@@ -288,9 +392,7 @@ func (at *scene) gpuNodeHolders(u gpu.UUID) []gpunode.Holder {
 
 // gpuNode is Agent.GPUNode.
 func (y *display) gpuNode(in gpunode.HoldersIn) *gpunode.Status {
-	at := y.scene()
-	s := y.show(at)
-	return at.gpuNode(&s, in, y.caps)
+	return y.scene().gpuNode(in, y.caps)
 }
 
 // holdersIn returns where the holders of devices are published on the node of in. fixed is the

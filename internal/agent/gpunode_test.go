@@ -48,6 +48,13 @@ func says(s *gpunode.Status) string {
 			}
 			fmt.Fprintf(&b, " used %v blocked %v warm %v largest %q", m.Used, m.Blocked, m.Warm, m.Largest)
 		}
+		if s := g.Spot; s != nil {
+			used, _ := s.Used.MarshalText()
+			fmt.Fprintf(&b, " spot used [%s]%v free %d/%d largest %d", used, s.UsedPlacements, s.Free, s.Total, s.Largest)
+			for _, o := range s.Offers {
+				fmt.Fprintf(&b, " %s@%s free [%s] largest %d", o.Profile, strings.Join(o.Placements, ","), strings.Join(o.Free, ","), o.Largest)
+			}
+		}
 		for _, h := range g.Holders {
 			devices, _ := h.Devices.MarshalText()
 			fmt.Fprintf(&b, " held by %s/%s/%s [%s]%v", h.Namespace, h.Pod, h.Container, devices, h.Placements)
@@ -100,6 +107,57 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 			do: func(b *bench) { b.hold("a", sharedResource, string(uuid(0))+"::2") },
 			want: []string{"0 shared device-plugin replica by api used [2] free 2/3 largest 1", "1 shared device-plugin replica by api used [] free 3/3 largest 1",
 				"gpu.shared free 5/6 largest 2", "2 shared | gpu.shared 5/6 | gpu.shared 2 | 16%"}},
+		"spot units": {file: "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: shared, spot: {most: 2}}\n    - {devices: [1], mode: shared, spot: true}\n", do: func(b *bench) {
+			b.hold("a", memResource, string(uuid(1))+"::0")
+			b.hold("s", memResource+".spot", string(uuid(1))+"::2", string(uuid(1))+"::3")
+		}, want: []string{
+			`0 shared device-plugin units by api used [] free 4/4 largest 4 spot used [][] free 2/2 largest 2`,
+			`1 shared device-plugin units by api used [0] free 3/4 largest 3 spot used [2-3][] free 1/4 largest 1`,
+			`gpu-mem free 7/8 largest 4`,
+			`gpu-mem.spot free 3/6 largest 2`,
+			`2 shared | gpu-mem 7/8, gpu-mem.spot 3/6 | gpu-mem 4, gpu-mem.spot 2 | 12%`,
+		}},
+		"spot whole": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole, spot: true}\n", do: func(b *bench) {
+			b.hold("s", wholeResource+".spot", string(uuid(0)))
+		}, want: []string{
+			`0 whole device-plugin whole used [] free 1/1 largest 1 spot used [0][] free 0/1 largest 0`,
+			`1 whole device-plugin whole used [] free 1/1 largest 1 spot used [][] free 1/1 largest 1`,
+			`gpu free 2/2 largest 2`,
+			`gpu.spot free 1/2 largest 1`,
+			`2 whole | gpu 2/2, gpu.spot 1/2 | gpu 2, gpu.spot 1 | 0%`,
+		}},
+		"spot taken over": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole, spot: true}\n", do: func(b *bench) {
+			b.hold("s", wholeResource+".spot", string(uuid(0)))
+			if _, err := b.source(wholeResource).Allocate([]string{string(uuid(0))}); err != nil {
+				b.t.Fatal(err)
+			}
+		}, want: []string{
+			`0 whole device-plugin whole used [0] free 0/1 largest 0 spot used [][] free 0/1 largest 0`,
+			`1 whole device-plugin whole used [] free 1/1 largest 1 spot used [][] free 1/1 largest 1`,
+			`gpu free 1/2 largest 1`,
+			`gpu.spot free 1/2 largest 1`,
+			`2 whole | gpu 1/2, gpu.spot 1/2 | gpu 1, gpu.spot 1 | 50%`,
+		}},
+		"spot on demand": {file: migFile("mode: mig\n      spot: true", "mode: mig\n      geometry: {3g.40gb: 2}\n      spot: true"), mig: true, do: func(b *bench) {
+			b.hold("s", small+".spot", migID(0, "1g.10gb@1"))
+			b.hold("r", large+".spot", migID(1, "3g.40gb@4"))
+		}, want: []string{
+			`0 mig device-plugin placement by hardware 1g.10gb@0,1,2,3,4,5,6 free [0,1,2,3,4,5,6] largest 7 1g.10gb+me@0,1,2,3,4,5,6 free [0,1,2,3,4,5,6] largest 1 2g.20gb@0,2,4 free [0,2,4] largest 3 3g.40gb@0,4 free [0,4] largest 2 4g.40gb@0 free [0] largest 1 7g.80gb@0 free [0] largest 1 used [] blocked [] warm [1g.10gb@1] largest "7g.80gb" spot used [][1g.10gb@1] free 0/0 largest 0 1g.10gb@0,1,2,3,4,5,6 free [0,2,3,4,5,6] largest 6 1g.10gb+me@0,1,2,3,4,5,6 free [0,2,3,4,5,6] largest 1 2g.20gb@0,2,4 free [2,4] largest 2 3g.40gb@0,4 free [4] largest 1 4g.40gb@0 free [] largest 0 7g.80gb@0 free [] largest 0`,
+			`1 mig device-plugin placement by hardware 3g.40gb@0,4 free [0,4] largest 2 used [] blocked [] warm [3g.40gb@0 3g.40gb@4] largest "3g.40gb" spot used [][3g.40gb@4] free 0/0 largest 0 3g.40gb@0,4 free [0] largest 1`,
+			`mig-1g.10gb free 7/7 largest 7`,
+			`mig-1g.10gb.me free 7/7 largest 1`,
+			`mig-1g.10gb.me.spot free 6/7 largest 1`,
+			`mig-1g.10gb.spot free 6/7 largest 6`,
+			`mig-2g.20gb free 3/3 largest 3`,
+			`mig-2g.20gb.spot free 2/3 largest 2`,
+			`mig-3g.40gb free 4/4 largest 4`,
+			`mig-3g.40gb.spot free 2/4 largest 2`,
+			`mig-4g.40gb free 1/1 largest 1`,
+			`mig-4g.40gb.spot free 0/1 largest 0`,
+			`mig-7g.80gb free 1/1 largest 1`,
+			`mig-7g.80gb.spot free 0/1 largest 0`,
+			`2 mig | mig 16/16 memory slices, mig.spot 11/16 memory slices | mig 7g.80gb, mig.spot 3g.40gb | 0%`,
+		}},
 		"drained": {file: allShared, do: func(b *bench) {
 			b.hold("a", memResource, string(uuid(0))+"::1")
 			b.SetFile("p.yaml", []byte(allWhole))

@@ -35,7 +35,7 @@ type scene struct {
 	offer       *deviceplugin.Offer
 	allocations []ledger.Allocation
 	// held has the device IDs of allocations, by resource. holders has the allocations, by device
-	// ID.
+	// ID: the guaranteed one, if a spot one has the device, too.
 	held    map[string]map[string]bool
 	holders map[string]*ledger.Allocation
 	// over reports whether an allocation's init container has ended.
@@ -103,7 +103,10 @@ func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.Mi
 			at.held[c.Resource] = map[string]bool{}
 		}
 		for _, id := range deviceplugin.IDs(c.Grants) {
-			at.held[c.Resource][id], at.holders[id] = true, c
+			at.held[c.Resource][id] = true
+			if at.holders[id] == nil || c.Tier == ledger.Guaranteed {
+				at.holders[id] = c
+			}
 		}
 	}
 	return at
@@ -113,7 +116,7 @@ func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.Mi
 func (y *display) status() status.Status {
 	at := y.scene()
 	s := y.show(at)
-	n := at.gpuNode(&s, gpunode.InPods, y.caps)
+	n := at.gpuNode(gpunode.InPods, y.caps)
 	s.SaturationPercent = &n.Summary.SaturationPercent
 	for i := range s.Resources {
 		r := &s.Resources[i]
@@ -389,7 +392,7 @@ func (at *scene) mig(d *gpu.Device) *status.MIG {
 		}
 	}
 	for i := range at.offer.Resources {
-		if r := &at.offer.Resources[i]; r.Kind.InMIG() {
+		if r := &at.offer.Resources[i]; r.Kind.InMIG() && r.Tier == ledger.Guaranteed {
 			list(r.Name, r.Devices)
 		}
 	}

@@ -145,20 +145,17 @@ type Names struct {
 // ResourceNames returns the names in a resource domain.
 func ResourceNames(domain string) *Names { return &Names{domain + "/"} }
 
-// spotSuffix ends the names of the resources that spot pods ask for, such as gpu.spot and gpu-mem.spot.
-const spotSuffix = ".spot"
-
 // InTier returns the name by which pods ask for a resource's devices in a tier.
 func InTier(resource string, t ledger.Tier) string {
 	if t == ledger.Spot {
-		return resource + spotSuffix
+		return piece.InSpot(resource)
 	}
 	return resource
 }
 
 // TierOf returns the tier of a resource, and the name of the same devices in the guaranteed tier.
 func TierOf(resource string) (t ledger.Tier, guaranteed string) {
-	if name, ok := strings.CutSuffix(resource, spotSuffix); ok {
+	if name, spot := piece.OfSpot(resource); spot {
 		return ledger.Spot, name
 	}
 	return ledger.Guaranteed, resource

@@ -65,6 +65,11 @@ func (s *Status) frees(before *Status) bool {
 		case was.MIG != nil && is.MIG != nil &&
 			slices.ContainsFunc(was.MIG.Used, func(p string) bool { return !slices.Contains(is.MIG.Used, p) }):
 			return true
+		case was.Spot != nil && is.Spot != nil && (!was.Spot.Used.Within(is.Spot.Used) ||
+			slices.ContainsFunc(was.Spot.UsedPlacements, func(p string) bool {
+				return !slices.Contains(is.Spot.UsedPlacements, p)
+			})):
+			return true
 		}
 	}
 	return false
@@ -100,24 +105,33 @@ func (s *Status) lasting() Status {
 		g := &out.GPUs[i]
 		g.Used, g.Free, g.Largest, g.Conditions = nil, 0, 0, lasting(g.Conditions)
 		g.ComputeGuarantee = "" // it changes when a container's first process comes
-		if g.MIG == nil {
-			continue
+		if g.MIG != nil {
+			m := *g.MIG
+			m.Used, m.Warm, m.Largest, m.Offers = nil, nil, "", lastingOffers(m.Offers)
+			g.MIG = &m
 		}
-		m := *g.MIG
-		m.Used, m.Warm, m.Largest = nil, nil, ""
-		m.Offers = slices.Clone(m.Offers)
-		for j := range m.Offers {
-			m.Offers[j].Free, m.Offers[j].Largest = nil, 0
+		if g.Spot != nil {
+			g.Spot = &Spot{Resource: g.Spot.Resource, Total: g.Spot.Total, Offers: lastingOffers(g.Spot.Offers)}
 		}
-		g.MIG = &m
+	}
+	return out
+}
+
+// lastingOffers returns offers without what changes with every pod.
+func lastingOffers(of []Offer) []Offer {
+	out := slices.Clone(of)
+	for i := range out {
+		out[i].Free, out[i].Largest = nil, 0
 	}
 	return out
 }
 
 // ofMIG reports whether a resource is one of MIG devices.
 func (s *Status) ofMIG(resource string) bool {
+	has := func(o Offer) bool { return o.Resource == resource }
 	return slices.ContainsFunc(s.GPUs, func(g GPU) bool {
-		return g.MIG != nil && slices.ContainsFunc(g.MIG.Offers, func(o Offer) bool { return o.Resource == resource })
+		return g.MIG != nil && slices.ContainsFunc(g.MIG.Offers, has) ||
+			g.Spot != nil && slices.ContainsFunc(g.Spot.Offers, has)
 	})
 }
 

@@ -37,6 +37,12 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 		s.GPUs[0].Compute, s.GPUs[0].ComputeGuarantee = gpunode.Through, guarantee
 		return s
 	}
+	spot := func(used string, total int) *gpunode.Status {
+		s := units("0-9", "")
+		s.GPUs[0].Spot = &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: total, Used: set(used), Free: total - set(used).Len()}
+		s.Sum()
+		return s
+	}
 	for name, c := range map[string]struct {
 		before, now *gpunode.Status
 		want        gpunode.Change
@@ -50,6 +56,10 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 		"its first process comes":   {through("none"), through("ceiling"), gpunode.Occupancy},
 		"its daemon dies":           {through("ceiling"), through("none"), gpunode.Occupancy},
 		"through MPS from now on":   {units("0-9", ""), through(""), gpunode.News},
+		"a spot pod more":           {spot("", 79), spot("20-29", 79), gpunode.Occupancy},
+		"a spot pod less":           {spot("20-29", 79), spot("", 79), gpunode.News},
+		"spot pods may have less":   {spot("", 79), spot("", 40), gpunode.News},
+		"spot pods may have some":   {units("0-9", ""), spot("", 79), gpunode.News},
 		"an instance less":          {instances("1g.10gb@0", "1g.10gb@1"), instances("1g.10gb@1"), gpunode.News},
 	} {
 		if got := c.now.Since(c.before, time.Now()); got != c.want {

@@ -35,7 +35,7 @@ func (s *Status) Check() error {
 	if err := within(reflect.ValueOf(s).Elem(), ""); err != nil {
 		return err
 	}
-	listed, used, named := 0, 0, 0
+	listed, used, inSpot, named := 0, 0, 0, 0
 	seen := map[string]bool{}
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
@@ -52,6 +52,10 @@ func (s *Status) Check() error {
 		}
 		used += g.Used.Len()
 		most := g.Used.Most()
+		if g.Spot != nil {
+			inSpot += g.Spot.Used.Len()
+			most = max(most, g.Spot.Used.Most())
+		}
 		for j := range g.Holders {
 			named += g.Holders[j].Devices.Len()
 			most = max(most, g.Holders[j].Devices.Most())
@@ -63,7 +67,7 @@ func (s *Status) Check() error {
 	for _, sum := range []struct {
 		what     string
 		is, most int
-	}{{"total", listed, timeslice.MaxListed}, {"used", used, timeslice.MaxListed}, {"holders", named, mostHeld}} {
+	}{{"total", listed, timeslice.MaxListed}, {"used", used, timeslice.MaxListed}, {"spot.used", inSpot, timeslice.MaxListed}, {"holders", named, mostHeld}} {
 		if sum.is > sum.most {
 			return refuse("gpus[]."+sum.what, "%d devices in all, and a node has at most %d", sum.is, sum.most)
 		}

@@ -129,6 +129,9 @@ type GPU struct {
 	Largest int `json:"largest" max:"16777216"`
 	// MIG is nil for a GPU that neither offers nor has MIG devices.
 	MIG *MIG `json:"mig,omitempty"`
+	// Spot is what spot pods can have of the GPU; nil if its room is not offered to them. All other fields,
+	// those of MIG too, are about guaranteed pods, for which the room of spot pods is free.
+	Spot *Spot `json:"spot,omitempty"`
 	// Holders are the containers that have a part of the GPU, sorted. Empty unless HoldersIn is
 	// InObject.
 	Holders []Holder `json:"holders,omitempty" max:"1024"`
@@ -170,6 +173,24 @@ type MIG struct {
 	Used    []string `json:"used,omitempty" max:"512" each:"64"`
 	Blocked []string `json:"blocked,omitempty" max:"512" each:"64"`
 	Warm    []string `json:"warm,omitempty" max:"512" each:"64"`
+}
+
+// Spot is what spot pods can have of a GPU: the room that no guaranteed pod has.
+type Spot struct {
+	// Resource is the full name of the resource that they ask for. Empty for MIG devices, whose Offers have it.
+	Resource string `json:"resource,omitempty" max:"316"`
+	// Total is the most devices that they can have at once, if no guaranteed pod has any. 0 for MIG devices.
+	Total int `json:"total" max:"16777216"`
+	// Used has the numbers of the devices that they have, and UsedPlacements their MIG devices, sorted by
+	// place. What a spot pod is to give back is in neither.
+	Used           piece.Set `json:"used,omitempty" max:"30000"`
+	UsedPlacements []string  `json:"usedPlacements,omitempty" max:"512" each:"64"`
+	// Free is the number of devices that may be given to spot pods now, and Largest how many of these one
+	// container can get. Both are 0 for MIG devices.
+	Free    int `json:"free" max:"16777216"`
+	Largest int `json:"largest" max:"16777216"`
+	// Offers are the profiles on offer to them, sorted by name.
+	Offers []Offer `json:"offers,omitempty" max:"64"`
 }
 
 // Offer is what a GPU offers of a MIG profile.

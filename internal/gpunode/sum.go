@@ -47,6 +47,10 @@ func (s *Status) Sum() {
 			}
 		}
 		left.add(g, card)
+		if g.Spot != nil {
+			s.addSpot(g, card)
+			left.addSpot(g, card)
+		}
 	}
 	for i := range s.GPUs { // a container with a share through MPS holds one GPU
 		if g := &s.GPUs[i]; g.Resource != "" && g.Compute == Through {
@@ -65,6 +69,35 @@ func (s *Status) resource(name string) *Resource {
 		i, s.Resources = len(s.Resources), append(s.Resources, Resource{Name: name})
 	}
 	return &s.Resources[i]
+}
+
+// addSpot adds to the node's resources what spot pods can have of a GPU.
+func (s *Status) addSpot(g *GPU, card *mig.Card) {
+	if g.Spot.Resource != "" {
+		r := s.resource(g.Spot.Resource)
+		r.Total, r.Free = r.Total+g.Spot.Total, r.Free+g.Spot.Free
+		if g.Kind.Together() {
+			r.Largest = max(r.Largest, g.Spot.Largest)
+		} else {
+			r.Largest += g.Spot.Largest
+		}
+	}
+	m := g.inSpot()
+	m.sum(card)
+	for _, o := range m.Offers {
+		r := s.resource(o.Resource)
+		r.Total, r.Free, r.Largest = r.Total+len(o.Placements), r.Free+len(o.Free), r.Largest+o.Largest
+	}
+}
+
+// inSpot returns the GPU's MIG devices as spot pods can have them. Its Offers are those of Spot.
+func (g *GPU) inSpot() *MIG {
+	m := &MIG{Offers: g.Spot.Offers}
+	if g.MIG != nil {
+		m.OnDemand = g.MIG.OnDemand
+		m.Used, m.Blocked = slices.Concat(g.MIG.Used, g.Spot.UsedPlacements), g.MIG.Blocked
+	}
+	return m
 }
 
 // sum fills in how many of each profile can be given out, and the largest profile.
@@ -135,6 +168,9 @@ type tally struct {
 	// profile is the largest MIG profile that may be given out, and size its memory in MiB.
 	profile string
 	size    int
+	// spotProfile and spotSize are the same for spot pods.
+	spotProfile string
+	spotSize    int
 	// memory is that of the GPUs that count, and idle the part of it that may be given out, in MiB.
 	memory, idle int
 }
@@ -176,6 +212,30 @@ func (t *tally) add(g *GPU, card *mig.Card) {
 	t.idle += g.MemoryMiB * free / max(total, 1)
 }
 
+// addSpot adds what spot pods can have of a GPU. It is told beside what guaranteed pods can have, and part of
+// no other figure.
+func (t *tally) addSpot(g *GPU, card *mig.Card) {
+	switch counted := g.Kind.Counted(); {
+	case g.MIG != nil && g.Mode == "mig":
+		m := g.inSpot()
+		m.sum(card)
+		free, total := m.free(card)
+		word := piece.InSpot("mig")
+		t.free[word], t.total[word] = t.free[word]+free, t.total[word]+total
+		if size := g.MemoryMiB / max(total, 1) * sizeOf(card, m.Largest); size > t.spotSize {
+			t.spotProfile, t.spotSize = m.Largest, size
+		}
+	case counted.Known() && g.Spot.Total > 0:
+		word := piece.InSpot(counted.Short())
+		t.free[word], t.total[word] = t.free[word]+g.Spot.Free, t.total[word]+g.Spot.Total
+		if counted.Together() {
+			t.largest[word] = max(t.largest[word], g.Spot.Largest)
+		} else {
+			t.largest[word] += g.Spot.Largest
+		}
+	}
+}
+
 // sizeOf returns how many memory slices a profile takes; 0 if that is not known.
 func sizeOf(card *mig.Card, profile string) int {
 	if name, err := mig.Parse(profile); err == nil && card != nil {
@@ -215,6 +275,9 @@ func (t *tally) summary() Summary {
 		if class := k.Class(); class != k.Short() {
 			words, amounts[class] = append(words, class), true
 		}
+		if k.Short() != "" {
+			words = append(words, piece.InSpot(k.Short()))
+		}
 	}
 	for _, mode := range append(slices.Compact(kinds), "dynamic", "off", "unset") {
 		if n := t.modes[mode]; n > 0 {
@@ -230,9 +293,11 @@ func (t *tally) summary() Summary {
 			largest = append(largest, fmt.Sprintf("%s %d", word, t.largest[word]))
 		}
 	}
-	if total := t.total["mig"]; total > 0 {
-		free = append(free, fmt.Sprintf("mig %d/%d memory slices", t.free["mig"], total))
-		largest = append(largest, "mig "+cmp.Or(t.profile, "0"))
+	for _, of := range [][2]string{{"mig", t.profile}, {piece.InSpot("mig"), t.spotProfile}} {
+		if word := of[0]; t.total[word] > 0 {
+			free = append(free, fmt.Sprintf("%s %d/%d memory slices", word, t.free[word], t.total[word]))
+			largest = append(largest, word+" "+cmp.Or(of[1], "0"))
+		}
 	}
 	s.Modes, s.Free, s.Largest = strings.Join(modes, ", "), strings.Join(free, ", "), strings.Join(largest, ", ")
 	return s

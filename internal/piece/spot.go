@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package piece
+
+import "strings"
+
+// spotSuffix ends the names of the resources that spot pods ask for.
+const spotSuffix = ".spot"
+
+// InSpot returns the name by which spot pods ask for the devices of a guaranteed resource.
+func InSpot(resource string) string { return resource + spotSuffix }
+
+// OfSpot returns the guaranteed resource of the same devices, and whether a resource is one that spot pods ask
+// for. A guaranteed resource is its own.
+func OfSpot(resource string) (guaranteed string, spot bool) {
+	return strings.CutSuffix(resource, spotSuffix)
+}
