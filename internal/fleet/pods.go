@@ -13,6 +13,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/placer"
 )
 
@@ -50,8 +51,13 @@ func (r *reader) read(p *corev1.Pod) placer.Pod {
 				if !strings.HasPrefix(string(of.Name), r.prefix) {
 					continue // a name "claim:…" is of a device that DRA gave
 				}
+				_, spot := piece.OfSpot(string(of.Name))
 				for _, device := range of.Resources {
-					out.Devices = append(out.Devices, string(device.ResourceID))
+					id := string(device.ResourceID)
+					if spot {
+						id = placer.SpotDevice(id)
+					}
+					out.Devices = append(out.Devices, id)
 				}
 			}
 		}

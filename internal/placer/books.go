@@ -31,7 +31,8 @@ type Pod struct {
 	Node, Nominated string
 	// Containers are the init containers and then the others, in the order of the spec.
 	Containers []Container
-	// Devices are the IDs of the devices that the pod's status names.
+	// Devices are the IDs of the devices that the pod's status names; of those that it has in the spot tier as
+	// SpotDevice returns them.
 	Devices []string
 	// Done is true when all of its containers have ended, and none will start again.
 	Done bool
@@ -235,10 +236,10 @@ func (n *node) hold(g *gpunode.GPU) {
 		h := &g.Holders[j]
 		of := podName{h.Namespace, h.Pod}
 		for number := range h.Devices.All() {
-			n.held[of] = append(n.held[of], s.id(number))
+			n.held[of] = append(n.held[of], deviceOf(h.Resource, s.id(number)))
 		}
 		for _, place := range h.Placements {
-			n.held[of] = append(n.held[of], g.UUID+"::"+place)
+			n.held[of] = append(n.held[of], deviceOf(h.Resource, g.UUID+"::"+place))
 		}
 	}
 }
@@ -253,9 +254,16 @@ func (n *node) most(g *gpunode.GPU) map[string]int {
 	case g.API != string(workload.DevicePlugin):
 	case g.Kind != piece.KindPlacement:
 		out[g.Resource] = g.Total
+		if g.Spot != nil && g.Spot.Resource != "" {
+			out[g.Spot.Resource] = min(g.Spot.Total, g.Total)
+		}
 	case g.MIG != nil:
 		c := n.cards[g.MIG.Card]
-		for _, o := range g.MIG.Offers {
+		offers := g.MIG.Offers
+		if g.Spot != nil {
+			offers = slices.Concat(offers, g.Spot.Offers)
+		}
+		for _, o := range offers {
 			if o.Resource != "" && c != nil {
 				out[o.Resource] = min(max(len(o.Placements), len(c.profiles[o.Profile])), mostInstances)
 			}

@@ -288,15 +288,9 @@ func (hs *holds) offer(e *entry) {
 }
 
 // older compares seats by their turn to get room: those of groups come before those of amounts, which may as well be
-// on another node, and then the oldest first.
+// on another node, guaranteed ones before spot ones, and then the oldest first.
 func older(x, y *seat) int {
-	switch {
-	case x.owner.amounts == y.owner.amounts:
-		return cmp.Compare(x.age, y.age)
-	case y.owner.amounts:
-		return -1
-	}
-	return 1
+	return cmp.Or(last(x.owner.amounts, y.owner.amounts), last(x.spotOnly(), y.spotOnly()), cmp.Compare(x.age, y.age))
 }
 
 // open opens a seat, or closes it.

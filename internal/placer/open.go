@@ -237,7 +237,7 @@ func (o *opening) on(name string) *hosted {
 		}
 		of.uids[e.Hold] = append(of.uids[e.Hold], uid)
 		for _, id := range n.devices(&e.Pod) {
-			gpu, _, _ := strings.Cut(id, "::")
+			gpu, _, _ := strings.Cut(strings.TrimSuffix(id, spotMark), "::")
 			if devices[gpu] == nil {
 				devices[gpu] = map[string]bool{}
 			}

@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"example.com/gpu-agent/internal/piece"
 )
 
 // Refusal is why a pod has no place. Its text is for the person whose pod waits.
@@ -147,9 +149,10 @@ type choice struct {
 	verdict
 }
 
-// better compares two choices: what is spoilt there, how much room there is, and the name.
+// better compares two choices: what spot pods lose there, what is spoilt, how much room there is, and the name.
 func better(x, y *choice) int {
-	return cmp.Or(cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left), cmp.Compare(x.node, y.node))
+	return cmp.Or(cmp.Compare(x.yields, y.yields), cmp.Compare(x.spoilt, y.spoilt), cmp.Compare(x.left, y.left),
+		cmp.Compare(x.node, y.node))
 }
 
 // best is the best of some nodes. Where ctx ends first it is not known.
@@ -250,6 +253,7 @@ func (b *Books) judge(p *ask, name string, yield yielding) verdict {
 		v := verdict{}
 		if v.why, v.waits, v.held = r.refuse(p, keep, own); v.why == "" {
 			v.spoilt, v.left = r.expect().score(&p.Pod)
+			v.yields = r.expect().yields(&p.Pod)
 		}
 		return v
 	})
@@ -307,6 +311,9 @@ func (r *room) judgeSeat(s *ask) verdict {
 			}
 		}
 		families := r.families(s)
+		if spot, _ := s.tiers(); !spot { // spot pods are not in its way
+			others = slices.DeleteFunc(others, (*ask).spotOnly)
+		}
 		beside = slices.DeleteFunc(beside, func(o *ask) bool { return !r.competes(o, families) })
 		if !(bound{room: r}).holds(s, families, beside) && len(others) > 0 {
 			v.why, v.waits = vague(others), true
@@ -379,6 +386,9 @@ func (r *room) refuse(p *ask, keep []*seat, own bool) (why string, waits, held b
 	}
 	// An amount has no part in the bound: little would ever be safe beside it.
 	var amounts []*seat
+	if spot, _ := p.tiers(); !spot {
+		keep = slices.DeleteFunc(slices.Clone(keep), func(s *seat) bool { return s.spotOnly() })
+	}
 	for _, s := range keep {
 		switch {
 		case s.owner.amounts:
@@ -462,13 +472,22 @@ func (r *room) never(p *ask) string {
 
 // robbed is the first of some seats that has no room once a pod has what it asks for; nil where each
 // has.
-func (r *room) robbed(p *ask, seats []*seat) *seat {
-	if len(seats) == 0 {
+func (r *room) robbed(p *ask, all []*seat) *seat {
+	if len(all) == 0 {
 		return nil
 	}
+	seats := all
 	t := r.after().anew()
+	if spot, _ := p.tiers(); spot { // it may not rob guaranteed seats of their room, but of the chance to use it
+		for _, s := range seats {
+			if !s.owner.amounts && !s.spotOnly() {
+				t.expect(s.ask)
+			}
+		}
+		seats = slices.DeleteFunc(slices.Clone(seats), func(s *seat) bool { return !s.spotOnly() && !s.owner.amounts })
+	}
 	if !t.pod(&p.Pod) {
-		return seats[0] // beside pods that have not reported it has none by the packing
+		return all[0] // beside pods that have not reported it has none by the packing
 	}
 	for _, s := range seats {
 		if !t.pod(&s.Pod) {
@@ -500,10 +519,13 @@ func (r *room) noBlock(p *ask) string {
 	return strings.Join(largest, "; ")
 }
 
-// competes reports whether a pod asks for something of the families.
+// competes reports whether a pod asks for something of the families, or for the same in the guaranteed tier.
 func (r *room) competes(p *ask, families map[string]bool) bool {
 	for _, name := range p.names {
-		if _, ours := r.kinds[name]; ours && families[r.family(name)] {
+		if _, ours := r.kinds[name]; !ours {
+			continue
+		}
+		if of := r.family(name); families[of] || families[piece.InSpot(of)] {
 			return true
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/pkg/mig"
 )
 
@@ -197,6 +198,7 @@ func harder(x, y string) int {
 
 // slicesOf returns a number that orders MIG profiles by their size, 0 for other resources.
 func slicesOf(resource string) int {
+	resource, _ = piece.OfSpot(resource)
 	_, short, _ := strings.Cut(resource, "/")
 	profile, err := mig.ParseResource(short)
 	if err != nil {

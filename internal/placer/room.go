@@ -56,6 +56,8 @@ type verdict struct {
 	why          string
 	waits, held  bool
 	spoilt, left int
+	// yields is how many devices spot pods lose there.
+	yields int
 	// lack is what the node lacks of the plain resources, where that is why.
 	lack Lack
 }
@@ -90,6 +92,12 @@ type space struct {
 	rank     int
 	kind     piece.Kind
 	resource string
+	// spot is the index of the space with what spot pods can have of the GPU, 0 if there is none. inSpot is
+	// true for that space. There, unheld counts the devices that are not held, and most is how many more of
+	// them spot pods may have; free is the smaller one.
+	spot         int
+	inSpot       bool
+	unheld, most int
 	// single is true if a container with a replica of the GPU has no other one: it is shared through MPS.
 	single bool
 	// total is how many devices the GPU has, held tells which of them are held, and free
@@ -167,7 +175,19 @@ func (b *Books) roomOf(n *node, without map[string]bool, free ...string) *room {
 			r.pending = append(r.pending, e.ask)
 		}
 	}
+	slices.SortStableFunc(r.pending, func(a, b *ask) int { return last(a.spotOnly(), b.spotOnly()) })
 	return r
+}
+
+// last orders what is false before what is true.
+func last(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case b:
+		return -1
+	}
+	return 1
 }
 
 // spaces returns the node's GPUs by its GPUNode, each GPU's index by UUID, and the kinds of the resources
@@ -196,7 +216,19 @@ func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, ki
 			kinds[name] = piece.KindPlacement
 		}
 		at[g.UUID] = len(gpus)
-		gpus = append(gpus, s)
+		if g.Spot == nil {
+			gpus = append(gpus, s)
+			continue
+		}
+		s.spot = len(gpus) + 1
+		second := n.spotSpace(&s, g, open, gone)
+		gpus = append(gpus, s, second)
+		if second.resource != "" && s.kind != piece.KindPlacement {
+			kinds[second.resource] = g.Kind
+		}
+		for name := range second.places {
+			kinds[name] = piece.KindPlacement
+		}
 	}
 	return gpus, at, kinds
 }
@@ -228,6 +260,15 @@ func (n *node) used() map[string]bool {
 				out[g.UUID+"::"+place] = true
 			}
 		}
+		if g.Spot == nil {
+			continue
+		}
+		for number := range g.Spot.Used.All() {
+			out[SpotDevice(s.id(number))] = true
+		}
+		for _, place := range g.Spot.UsedPlacements {
+			out[SpotDevice(g.UUID+"::"+place)] = true
+		}
 	}
 	return out
 }
@@ -253,10 +294,14 @@ func (s *space) numbers(g *gpunode.GPU, open bool, gone map[string]bool) {
 
 // id is the ID of a device that has a number.
 func (s *space) id(number int) string {
-	if s.kind == piece.KindWhole {
-		return string(s.uuid)
+	id := string(s.uuid)
+	if s.kind != piece.KindWhole {
+		id = timeslice.ID(s.uuid, number)
 	}
-	return timeslice.ID(s.uuid, number)
+	if s.inSpot {
+		return SpotDevice(id)
+	}
+	return id
 }
 
 // placements fills in what a GPU with MIG has.
@@ -339,34 +384,38 @@ func (s *space) narrow() {
 // hold notes that a device is held. A device that its GPU cannot have now is of a layout
 // before this one, which is going.
 func (r *room) hold(id string) {
-	uuid, rest, pieced := strings.Cut(id, "::")
+	device, bySpot := strings.CutSuffix(id, spotMark)
+	uuid, rest, pieced := strings.Cut(device, "::")
 	i, known := r.at[uuid]
 	if !known {
 		return
 	}
-	s := &r.gpus[i]
-	if s.kind == piece.KindPlacement {
-		if s.card == nil {
-			return
-		}
-		if p, err := gpunode.Placement(s.card, rest); err == nil && !slices.Contains(s.standing, p) {
-			s.alter()
-			s.standing = append(s.standing, p)
-			s.narrow()
-		}
+	of := []int{i}
+	switch second := r.gpus[i].spot; {
+	case bySpot && second == 0: // the GPU has nothing for spot pods now
 		return
+	case bySpot:
+		of = []int{second}
+	case second != 0:
+		of = append(of, second)
 	}
-	number := 0
-	if pieced {
-		var err error
-		if _, number, err = timeslice.ParseID(id); err != nil {
-			return
+	for _, i := range of {
+		s := &r.gpus[i]
+		switch {
+		case s.kind == piece.KindPlacement:
+			if s.card == nil {
+				continue
+			}
+			if p, err := gpunode.Placement(s.card, rest); err == nil {
+				s.holdPlacement(p)
+			}
+		case !pieced:
+			s.holdNumber(0, bySpot)
+		default:
+			if _, number, err := timeslice.ParseID(device); err == nil {
+				s.holdNumber(number, bySpot)
+			}
 		}
-	}
-	if number >= 0 && number < s.total && !s.held[number] {
-		s.alter()
-		s.held[number] = true
-		s.free--
 	}
 }
 
@@ -382,19 +431,23 @@ func (r *room) reported(p *ask, ids []string) bool {
 
 // count is how many of the devices are of a resource.
 func (r *room) count(resource string, ids []string) (n int) {
-	if r.kinds[resource] == piece.KindPlacement {
-		_, short, _ := strings.Cut(resource, "/")
-		profile, err := mig.ParseResource(short)
-		for _, id := range ids {
-			if _, p, _, _, bad := mig.ParseID(id); err == nil && bad == nil && p == profile {
+	of, spot := piece.OfSpot(resource)
+	_, short, _ := strings.Cut(of, "/")
+	profile, err := mig.ParseResource(short)
+	for _, id := range ids {
+		device, bySpot := strings.CutSuffix(id, spotMark)
+		if bySpot != spot {
+			continue
+		}
+		uuid, rest, _ := strings.Cut(device, "::")
+		i, known := r.at[uuid]
+		switch {
+		case r.kinds[resource] == piece.KindPlacement:
+			if _, p, _, _, bad := mig.ParseID(device); err == nil && bad == nil && p == profile {
 				n++
 			}
-		}
-		return n
-	}
-	for _, id := range ids {
-		uuid, rest, _ := strings.Cut(id, "::")
-		if i, known := r.at[uuid]; known && r.gpus[i].resource == resource && !strings.Contains(rest, "@") {
+		case !known || strings.Contains(rest, "@"):
+		case r.gpus[i].resource == of && (!spot || r.gpus[i].spot != 0):
 			n++
 		}
 	}
@@ -428,6 +481,7 @@ func (p *Pod) pinned() bool {
 	for i := range p.Containers {
 		c := &p.Containers[i]
 		for name, n := range c.Requests {
+			name, _ := piece.OfSpot(name)
 			_, short, _ := strings.Cut(name, "/")
 			profile, err := mig.ParseResource(short)
 			if n > 0 && (c.Init || err == nil && profile.Compute != 0) {
@@ -438,12 +492,16 @@ func (p *Pod) pinned() bool {
 	return false
 }
 
-// family is the resources that compete with one: MIG profiles all with each other.
+// family is the resources that compete with one: MIG profiles of a tier all with each other. Guaranteed ones
+// compete with those of the spot tier, too, but not the other way round.
 func (r *room) family(resource string) string {
-	if r.kinds[resource] == piece.KindPlacement {
-		return "mig"
+	if r.kinds[resource] != piece.KindPlacement {
+		return resource
 	}
-	return resource
+	if _, spot := piece.OfSpot(resource); spot {
+		return piece.InSpot("mig")
+	}
+	return "mig"
 }
 
 // sorted are the names of resources in order.

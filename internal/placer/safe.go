@@ -27,6 +27,8 @@ import (
 //     use up what else the card allows, such as its media engines. Each of the others counts for as
 //     many of them as one of its profile can take.
 //
+// For a spot pod beside guaranteed ones there is no bound: the agent may give these any of its room.
+//
 // Once all pods of a node have reported, the bound is not needed.
 //
 // It cannot judge a pinned pod: one with init containers that ask for GPUs, or with split compute
@@ -45,6 +47,12 @@ type bound struct {
 func (b bound) holds(p *ask, families map[string]bool, beside []*ask) bool {
 	if p.pinned || slices.ContainsFunc(beside, func(e *ask) bool { return e.pinned }) {
 		return false
+	}
+	if spot, _ := p.tiers(); spot {
+		firm := func(e *ask) bool { return !e.spotOnly() }
+		if firm(p) || slices.ContainsFunc(beside, firm) {
+			return false // what is guaranteed may take any of its room
+		}
 	}
 	for family := range families {
 		var items []item
@@ -153,7 +161,7 @@ func (b bound) spare(it item, others []item) (most, take int, alone bool) {
 // units. Since the agent takes the fullest GPU that fits, x did not fit on the others that were less
 // full before: each had fewer than x free. (Or the agent turned to it with more than the last one had.)
 // Held units can become free at any moment, which changes that order. So this counts for empty GPUs
-// alone.
+// alone, and only while no spot pod has room of the resource: the agent spares that, whatever is fullest.
 func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 	var fit []*space
 	for i := range b.gpus {
@@ -172,13 +180,14 @@ func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 	if !b.steps.spend(len(fit) * len(fit) * len(sizes)) {
 		return 0, false
 	}
+	lent := b.lent(it.resource)
 	least := func(last *space, x int) (sum int) {
 		for _, s := range fit {
 			need := s.free - it.n + 1
 			switch {
 			case s == last:
 				need = max(need, x)
-			case s.free == s.total:
+			case s.free == s.total && !lent:
 				need = max(need, min(s.free-x+1, last.free+1))
 			}
 			sum += need

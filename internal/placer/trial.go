@@ -145,22 +145,42 @@ func (t *trial) container(c *Container, resource string, again map[string][]stri
 	return true
 }
 
-// take chooses devices as the agent would, and takes them.
+// take chooses devices as the agent would, and takes them. Room that spot pods have comes last.
 func (t *trial) take(resource string, n int, must []string) (ids []string, ok bool) {
+	if ids, ok = t.takeOf(resource, n, must, true); !ok && t.lends(resource) {
+		return t.takeOf(resource, n, must, false)
+	}
+	return ids, ok
+}
+
+// lends reports whether a GPU has devices of a guaranteed resource that spot pods may have.
+func (t *trial) lends(resource string) bool {
+	return slices.ContainsFunc(t.gpus, func(s space) bool {
+		return s.spot != 0 && (s.resource == resource || len(s.places[resource]) > 0)
+	})
+}
+
+// takeOf is take of what is free. If onlyIdle is true, that is not what spot pods have.
+func (t *trial) takeOf(resource string, n int, must []string, onlyIdle bool) (ids []string, ok bool) {
 	if t.kinds[resource] == piece.KindPlacement {
-		return t.takePlacements(resource, n, must)
+		return t.takePlacements(resource, n, must, onlyIdle)
 	}
 	if len(must) > 0 {
-		return t.takeBeside(resource, n, must)
+		return t.takeBeside(resource, n, must, onlyIdle)
 	}
 	// What is free is counted and not listed: a crowd of small pods is tried for each of its pods.
 	var of []timeslice.Free
 	var at []int
 	free := 0
 	for i := range t.gpus {
-		if s := &t.gpus[i]; s.resource == resource && s.free > 0 && !(s.single && n > 1) {
-			of, at = append(of, timeslice.Free{GPU: s.uuid, N: s.free, Rank: s.rank}), append(at, i)
-			free += s.free
+		s := &t.gpus[i]
+		has := s.free
+		if onlyIdle {
+			has = idle(t.gpus, i)
+		}
+		if s.resource == resource && has > 0 && !(s.single && n > 1) {
+			of, at = append(of, timeslice.Free{GPU: s.uuid, N: has, Rank: s.rank}), append(at, i)
+			free += has
 		}
 	}
 	if n > free || !t.steps.spend(len(t.gpus)+n) {
@@ -184,6 +204,7 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	case piece.KindWhole, piece.KindPlacement:
 		fallthrough
 	default: // which GPUs they are makes no difference to the number that is left
+		slices.SortStableFunc(at, func(a, b int) int { return last(idle(t.gpus, a) == 0, idle(t.gpus, b) == 0) })
 		for _, i := range at {
 			if m := min(t.gpus[i].free, n-len(ids)); m > 0 {
 				ids = t.lowest(ids, i, m)
@@ -193,23 +214,41 @@ func (t *trial) take(resource string, n int, must []string) (ids []string, ok bo
 	return ids, true
 }
 
-// lowest takes the n lowest free devices of a GPU, and appends them to ids.
+// lowest takes the n lowest free devices of a GPU, and appends them to ids. Those that spot pods have come last.
 func (t *trial) lowest(ids []string, gpu, n int) []string {
 	s := &t.gpus[gpu]
 	s.alter()
-	s.free -= n
+	if s.spot != 0 && !s.inSpot {
+		return t.lowestOverSpot(ids, gpu, n)
+	}
 	for number := s.lowest; n > 0; number++ {
 		t.steps.spend(1)
 		if s.lowest = number + 1; !s.held[number] {
-			s.held[number] = true
+			s.holdNumber(number, s.inSpot)
 			ids, n = append(ids, s.id(number)), n-1
 		}
 	}
 	return ids
 }
 
+// lowestOverSpot is lowest of a GPU whose room is offered to spot pods, too.
+func (t *trial) lowestOverSpot(ids []string, gpu, n int) []string {
+	s, theirs := &t.gpus[gpu], &t.gpus[t.gpus[gpu].spot]
+	for _, over := range []bool{false, true} {
+		for number := 0; number < s.total && n > 0; number++ {
+			t.steps.spend(1)
+			if !s.held[number] && (over || !theirs.held[number]) {
+				s.holdNumber(number, false)
+				theirs.holdNumber(number, false)
+				ids, n = append(ids, s.id(number)), n-1
+			}
+		}
+	}
+	return ids
+}
+
 // takeBeside is take of a container that gets some devices again.
-func (t *trial) takeBeside(resource string, n int, must []string) (ids []string, ok bool) {
+func (t *trial) takeBeside(resource string, n int, must []string, onlyIdle bool) (ids []string, ok bool) {
 	total := 0
 	for i := range t.gpus {
 		total += t.gpus[i].total
@@ -219,9 +258,15 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 	}
 	var free []string
 	rank := map[gpu.UUID]int{}
+	mark := markOf(resource)
+	must = unmarked(must, mark)
 	for i := range t.gpus {
 		s := &t.gpus[i]
 		rank[s.uuid] = s.rank
+		theirs := s.held
+		if onlyIdle && s.spot != 0 {
+			theirs = t.gpus[s.spot].held
+		}
 		if s.resource == resource && s.single && n > 1 {
 			if slices.ContainsFunc(must, func(id string) bool { return strings.HasPrefix(id, string(s.uuid)+"::") }) {
 				return nil, false
@@ -229,8 +274,8 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 			continue
 		}
 		for number := range s.held {
-			if s.resource == resource && !s.held[number] {
-				free = append(free, s.id(number))
+			if s.resource == resource && !s.held[number] && !theirs[number] {
+				free = append(free, strings.TrimSuffix(s.id(number), mark))
 			}
 		}
 	}
@@ -251,8 +296,27 @@ func (t *trial) takeBeside(resource string, n int, must []string) (ids []string,
 	if err != nil {
 		return nil, false
 	}
+	ids = marked(ids, mark)
 	t.hold(ids...)
 	return ids, true
+}
+
+// unmarked returns IDs without a mark at their end.
+func unmarked(ids []string, mark string) []string {
+	out := slices.Clone(ids)
+	for i := range out {
+		out[i] = strings.TrimSuffix(out[i], mark)
+	}
+	return out
+}
+
+// marked returns IDs with a mark at their end.
+func marked(ids []string, mark string) []string {
+	out := slices.Clone(ids)
+	for i := range out {
+		out[i] += mark
+	}
+	return out
 }
 
 // hold takes devices.
@@ -264,7 +328,8 @@ func (t *trial) hold(ids ...string) {
 }
 
 // takePlacements chooses MIG devices.
-func (t *trial) takePlacements(resource string, n int, must []string) (ids []string, ok bool) {
+func (t *trial) takePlacements(resource string, n int, must []string, onlyIdle bool) (ids []string, ok bool) {
+	mark := markOf(resource)
 	var offers []mig.Offer
 	var free, given []mig.Place
 	for i := range t.gpus {
@@ -272,7 +337,14 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 		if s.card == nil {
 			continue
 		}
-		o := mig.Offer{GPU: s.uuid, Card: s.card, Pinned: s.standing, Warm: s.warm, Rank: s.rank}
+		if s.inSpot != (mark != "") {
+			continue
+		}
+		standing, places := s.standing, s.places[resource]
+		if onlyIdle && s.spot != 0 {
+			standing, places = t.gpus[s.spot].standing, t.idlePlaces(s, resource)
+		}
+		o := mig.Offer{GPU: s.uuid, Card: s.card, Pinned: standing, Warm: s.warm, Rank: s.rank}
 		if !s.onDemand {
 			for _, of := range s.places {
 				o.Pinned = slices.Concat(o.Pinned, of)
@@ -280,11 +352,11 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 			}
 		}
 		offers = append(offers, o)
-		for _, p := range s.places[resource] {
+		for _, p := range places {
 			free = append(free, mig.Place{GPU: s.uuid, Placement: p})
 		}
 		for _, p := range s.standing {
-			if slices.Contains(must, mig.ID(s.uuid, p)) {
+			if slices.Contains(must, mig.ID(s.uuid, p)+mark) {
 				given = append(given, mig.Place{GPU: s.uuid, Placement: p})
 			}
 		}
@@ -296,7 +368,7 @@ func (t *trial) takePlacements(resource string, n int, must []string) (ids []str
 		return nil, false
 	}
 	for _, p := range chosen {
-		ids = append(ids, mig.ID(p.GPU, p.Placement))
+		ids = append(ids, mig.ID(p.GPU, p.Placement)+mark)
 	}
 	t.hold(ids...)
 	for i := range t.gpus {

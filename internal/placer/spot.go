@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package placer
+
+import (
+	"slices"
+	"strings"
+
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/pkg/mig"
+)
+
+// A node may offer the room of a GPU a second time, to spot pods, which ask for resources of their own and give
+// the room back when a guaranteed pod is given it. The books keep two spaces of such a GPU: what guaranteed pods
+// can have, as if there were no spot pods, and what spot pods can have beside both. What a guaranteed pod takes
+// is taken from both spaces, and what a spot pod takes from the second alone.
+//
+// A guaranteed pod gets room that no spot pod has, where there is any. Otherwise the agent has spot pods yield;
+// which ones the books do not know. So a pod with several containers, or a hold with several seats, may then get
+// other devices than the packing gave them here.
+//
+// A spot pod waits while guaranteed pods that compete with it have not reported their devices. It gets no room of
+// the open seats of groups, whose pods are about to come, but that of amounts: those may never be used.
+
+// spotMark ends the ID of a device that a spot pod has: it is the same device as a guaranteed pod's of that ID,
+// and need not be held twice.
+const spotMark = " spot"
+
+// SpotDevice returns the ID in Pod.Devices of a device that a pod has in the spot tier.
+func SpotDevice(id string) string { return id + spotMark }
+
+// deviceOf returns a device's ID in Pod.Devices, by the resource that it was given as.
+func deviceOf(resource, id string) string {
+	if _, spot := piece.OfSpot(resource); spot {
+		return SpotDevice(id)
+	}
+	return id
+}
+
+// markOf returns what ends the IDs of a resource's devices in Pod.Devices.
+func markOf(resource string) string { return deviceOf(resource, "") }
+
+// tiers reports whether a pod asks for anything in the spot tier, and in the guaranteed one.
+func (a *ask) tiers() (spot, guaranteed bool) {
+	for _, name := range a.names {
+		if _, is := piece.OfSpot(name); is {
+			spot = true
+		} else {
+			guaranteed = true
+		}
+	}
+	return spot, guaranteed
+}
+
+// spotOnly reports whether a pod asks for something, and for nothing in the guaranteed tier.
+func (a *ask) spotOnly() bool {
+	spot, guaranteed := a.tiers()
+	return spot && !guaranteed
+}
+
+// spotSpace returns what spot pods can have of a GPU, beside what is taken of the other space.
+func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]bool) space {
+	s := space{own: true, inSpot: true, uuid: of.uuid, rank: of.rank, kind: of.kind, resource: g.Spot.Resource,
+		total: of.total, held: slices.Clone(of.held), unheld: of.free, most: g.Spot.Total,
+		onDemand: of.onDemand, of: of.of, card: of.card}
+	for number := range g.Spot.Used.All() {
+		if !gone[s.id(number)] {
+			s.holdNumber(number, true)
+		}
+	}
+	s.free = min(s.unheld, s.most)
+	if of.kind != piece.KindPlacement {
+		return s
+	}
+	s.places, s.all = map[string][]mig.Placement{}, map[string][]mig.Placement{}
+	s.standing, s.warm = slices.Clone(of.standing), slices.Clone(of.warm)
+	freed := map[mig.Placement]bool{}
+	for text := range goneOf(gone, g.UUID) {
+		if p, ok := s.read(text); ok {
+			freed[p] = true
+		}
+	}
+	for _, text := range g.Spot.UsedPlacements {
+		if p, ok := s.read(text); ok && !gone[SpotDevice(mig.ID(s.uuid, p))] && !slices.Contains(s.standing, p) {
+			s.standing = append(s.standing, p)
+		}
+	}
+	for _, o := range g.Spot.Offers {
+		if o.Resource == "" || s.of == nil {
+			continue
+		}
+		s.places[o.Resource], s.all[o.Resource] = nil, s.of.profiles[o.Profile]
+		for _, at := range o.Placements {
+			p, ok := s.read(o.Profile + "@" + at)
+			if open && ok && (slices.Contains(o.Free, at) || len(gone) > 0 && s.opens(g, p, freed)) {
+				s.places[o.Resource] = append(s.places[o.Resource], p)
+			}
+		}
+	}
+	s.narrow()
+	return s
+}
+
+// goneOf returns the placements of a GPU among devices that are gone, in either tier.
+func goneOf(gone map[string]bool, uuid string) map[string]bool {
+	out := map[string]bool{}
+	for id := range gone {
+		if text, of := strings.CutPrefix(strings.TrimSuffix(id, spotMark), uuid+"::"); of {
+			out[text] = true
+		}
+	}
+	return out
+}
+
+// read reads a placement; false where the GPU's card has none such, or is not known.
+func (s *space) read(text string) (mig.Placement, bool) {
+	if s.of == nil {
+		return mig.Placement{}, false
+	}
+	return s.of.read(text)
+}
+
+// holdNumber notes that a device with a number is held, of a spot space by a spot pod or a guaranteed one.
+func (s *space) holdNumber(number int, bySpot bool) {
+	if number < 0 || number >= s.total || s.held[number] {
+		return
+	}
+	s.alter()
+	s.held[number] = true
+	if !s.inSpot {
+		s.free--
+		return
+	}
+	s.unheld--
+	if bySpot {
+		s.most = max(0, s.most-1)
+	}
+	s.free = min(s.unheld, s.most)
+}
+
+// holdPlacement notes that a MIG device is held.
+func (s *space) holdPlacement(p mig.Placement) {
+	if !slices.Contains(s.standing, p) {
+		s.alter()
+		s.standing = append(s.standing, p)
+		s.narrow()
+	}
+}
+
+// idle returns how many of a GPU's free devices no spot pod has.
+func idle(gpus []space, i int) int {
+	if s := &gpus[i]; s.spot != 0 && !s.inSpot {
+		return gpus[s.spot].unheld
+	}
+	return gpus[i].free
+}
+
+// lent reports whether spot pods have any device of a resource of guaranteed ones, or are about to get some.
+func (r *room) lent(resource string) bool {
+	spot := piece.InSpot(resource)
+	for i := range r.gpus {
+		s := &r.gpus[i]
+		if s.resource == resource && idle(r.gpus, i) < s.free {
+			return true
+		}
+	}
+	return slices.ContainsFunc(r.pending, func(e *ask) bool { return e.needs[spot] > 0 })
+}
+
+// yields returns how many devices spot pods would lose at least if a pod came.
+func (t *trial) yields(p *Pod) (n int) {
+	for i := range p.Containers {
+		for name, asked := range p.Containers[i].Requests {
+			if _, ours := t.kinds[name]; ours && asked > 0 {
+				n += t.lacksIdle(name, asked)
+			}
+		}
+	}
+	return n
+}
+
+// lacksIdle returns how many of the devices of a request spot pods have at least.
+func (t *trial) lacksIdle(resource string, n int) int {
+	most, lent := 0, false
+	for i := range t.gpus {
+		s := &t.gpus[i]
+		if s.resource != resource && s.places[resource] == nil {
+			continue
+		}
+		lent = lent || s.spot != 0
+		switch {
+		case s.kind == piece.KindPlacement:
+			most += len(t.idlePlaces(s, resource))
+		case s.kind.Together():
+			most = max(most, idle(t.gpus, i))
+		default:
+			most += idle(t.gpus, i)
+		}
+	}
+	if !lent {
+		return 0
+	}
+	return max(0, n-most)
+}
+
+// idlePlaces returns the free placements of a resource that have their room beside those of spot pods, too.
+func (t *trial) idlePlaces(s *space, resource string) []mig.Placement {
+	places := s.places[resource]
+	if s.spot == 0 || s.inSpot {
+		return places
+	}
+	beside := t.gpus[s.spot].standing
+	return slices.DeleteFunc(slices.Clone(places), func(p mig.Placement) bool {
+		return s.onDemand && !s.card.Fits(beside, p) || !s.onDemand && slices.Contains(beside, p)
+	})
+}
