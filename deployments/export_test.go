@@ -79,7 +79,7 @@ func TestExportsAtTheAPIServer(t *testing.T) {
 	for _, team := range []string{"research", "web", "records"} {
 		s.namespace(t, team)
 	}
-	for _, name := range []string{"kueue", "kueue-checks", "kueue-zero", "kueue-dra", "claims", "karpenter"} {
+	for _, name := range []string{"kueue", "kueue-checks", "kueue-zero", "kueue-spot", "kueue-dra", "claims", "karpenter"} {
 		t.Run(name, func(t *testing.T) {
 			for _, o := range documents(t, name, read(t, exported+name+".yaml")) {
 				s.apply(t, o, true)

@@ -39,6 +39,8 @@ partitions:
   shared-dra: [{devices: all, mode: shared, api: dra}]
   dynamic: [{devices: all, mode: dynamic, api: dra}]
   gone: [{devices: all, mode: "off"}]
+  spot: [{devices: [0, 1, 2, 3], mode: shared, spot: {most: 40}}, {devices: [4, 5, 6, 7], mode: shared}]
+  mig-spot: [{devices: all, mode: mig, profiles: [3g.40gb], spot: true}]
 `
 
 // recorded is a node with the GPUs of a recorded inventory in a partition, and labels "a=b"
@@ -93,6 +95,11 @@ func TestGolden(t *testing.T) {
 	checked.Teams[0].Urgent, checked.Teams[2].Urgent = true, true
 	zero := quotas(recorded(t, "a-1", "a100-80gb", "mixed", onPrem))
 	zero.Clouds = []Cloud{{Site: "cloud", Model: "NVIDIA-A100-SXM4-80GB", Mode: "whole", Limit: 640 * 1024}}
+	tiers := quotas(recorded(t, "a-1", "a100-80gb", "spot", onPrem), recorded(t, "a-2", "a100-80gb", "mig-spot", onPrem), recorded(t, "a-3", "a100-80gb", "shared", onPrem),
+		recorded(t, "c-1", "h100-80gb", "mig-spot", cloud))
+	tiers.Clouds = []Cloud{{Site: "cloud", Limit: 320 * 1024}, {Site: "cloud-2", Model: "NVIDIA-A100-SXM4-80GB", Mode: "shared", Limit: 160 * 1024}}
+	tiers.Teams = []Team{{Name: "research", Share: 2, Urgent: true}, {Name: "web", Share: 1, OnPrem: true}}
+	tiers.Checks = true
 	names := quotas(recorded(t, "d-1", "a100-80gb", "mig-dra", onPrem), recorded(t, "d-2", "a100-80gb", "shared-dra", onPrem), recorded(t, "d-3", "h100-80gb", "dynamic", onPrem))
 	claims := quotas(recorded(t, "d-1", "a100-80gb", "mig-dra", onPrem), recorded(t, "d-2", "a100-80gb", "mig-dra", onPrem))
 	claims.Claims = true
@@ -110,6 +117,8 @@ func TestGolden(t *testing.T) {
 		"kueue-checks":               {checked.Nodes, checked.Objects},
 		"kueue-checks-configuration": {checked.Nodes, checked.Configuration},
 		"kueue-zero":                 {zero.Nodes, zero.Objects},
+		"kueue-spot":                 {tiers.Nodes, tiers.Objects},
+		"kueue-spot-configuration":   {tiers.Nodes, tiers.Configuration},
 		"kueue-dra":                  {names.Nodes, names.Objects},
 		"kueue-dra-configuration":    {names.Nodes, names.Configuration},
 		"claims-configuration":       {claims.Nodes, claims.Configuration},
@@ -294,7 +303,7 @@ func TestGPUsThatOfferNothingDoNotCount(t *testing.T) {
 // TestBothSourcesAgree has a node's GPUNode and its inventory: what the cluster says and what
 // was recorded export alike.
 func TestBothSourcesAgree(t *testing.T) {
-	for _, partition := range []string{"whole", "shared", "replicas", "mig", "fixed", "halves", "mixed", "mig-dra", "dynamic", "gone"} {
+	for _, partition := range []string{"whole", "shared", "replicas", "mig", "fixed", "halves", "mixed", "spot", "mig-spot", "mig-dra", "dynamic", "gone"} {
 		t.Run(partition, func(t *testing.T) {
 			want := recorded(t, "a-1", "a100-80gb", partition, onPrem)
 			text, err := os.ReadFile("../../tests/testdata/inventories/a100-80gb.json")
@@ -323,6 +332,12 @@ func says(t *testing.T, card *gpunode.Card, g GPU) gpunode.GPU {
 	out := gpunode.GPU{Index: g.Index, Model: g.Model, MemoryMiB: int(g.Memory), Mode: string(g.Mode), API: string(g.API)}
 	if out.Kind, out.Total = g.Kind, g.N; g.Mode == config.Dynamic {
 		out.Kind = piece.KindPlacement
+	}
+	if g.Spot {
+		out.Spot = &gpunode.Spot{Total: g.N}
+		if g.SpotMost > 0 {
+			out.Spot.Total = g.SpotMost
+		}
 	}
 	if g.Profiles == nil {
 		return out

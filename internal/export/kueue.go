@@ -123,7 +123,7 @@ func (k *Kueue) urgent(b *book) (out []any) {
 	}
 	var flavors []object
 	for i := range b.flavors {
-		if f := &b.flavors[i]; !f.cloud {
+		if f := &b.flavors[i]; !f.cloud && !f.spot {
 			flavors = append(flavors, object{
 				{"name", f.name, ""},
 				{"resources", inlined(k.quotas(b, func(n int) int { return n }, f.memory, f.counts)), ""},
@@ -196,6 +196,9 @@ func (k *Kueue) flavor(f *flavor, tas bool, noTopology string) object {
 		spec[0].comment += "\nNo topology, since the flavors of a queue must all have one, or none:\n" +
 			noTopology + "."
 	}
+	if f.spot {
+		spec[0].comment += "\nThe same nodes as of the flavor without -spot, for spot pods."
+	}
 	meta := object{{"name", f.name, ""}}
 	if f.cloud {
 		meta = append(meta, field{
@@ -240,6 +243,10 @@ func (k *Kueue) queue(b *book, team int) object {
 		quotas := k.quotas(b, func(n int) int { return split(n, 1, shares)[team] },
 			split(f.memory, step, shares)[team], f.counts)
 		comment := fmt.Sprintf("On-prem: %s in all.", quantity(f.memory))
+		if f.spot {
+			comment = fmt.Sprintf("On-prem a second time, for spot pods (resources with .spot): what guaranteed pods "+
+				"leave\nfree of %s. They give it back when it is wanted.", quantity(f.memory))
+		}
 		if f.cloud {
 			comment = fmt.Sprintf("Cloud: all teams together have %s at most, "+
 				"which is the spending limit. A GPU is\npaid for while any piece of it is held.", quantity(f.memory))

@@ -43,6 +43,10 @@ type GPU struct {
 	// For a profile that the partition does not offer, Most and Devices are 0.
 	Slices   int
 	Profiles []Profile
+	// Spot is true if the room that no guaranteed pod has is offered to spot pods. SpotMost is how many of the N
+	// devices they can have at a time, 0 for all.
+	Spot     bool
+	SpotMost int
 	// exact is true if memory counts in MiB and is not rounded, as in the counters of
 	// ResourceSlices.
 	exact bool
@@ -71,7 +75,8 @@ func FromInventory(
 	maps.Copy(n.Labels, label.Own(domain, label.Node{Inventory: inv, Partition: wanted.Partition, Wanted: wanted.GPUs}))
 	for i, w := range wanted.GPUs {
 		d := &inv.GPUs[i]
-		g := GPU{Index: d.Index, Model: d.Model, Memory: d.Memory, Mode: w.Mode, API: w.API}
+		g := GPU{Index: d.Index, Model: d.Model, Memory: d.Memory, Mode: w.Mode, API: w.API,
+			Spot: w.Spot.On, SpotMost: w.Spot.Most}
 		switch w.Mode {
 		case config.Whole, config.Shared:
 			of, _ := piece.Divide(piece.Wish{Mode: string(w.Mode), Replicas: w.Replicas, Unit: unit}, d)
@@ -172,6 +177,12 @@ func FromStatus(name string, labels map[string]string, s *gpunode.Status) Node {
 		if from.Total > 0 {
 			g.N, g.Kind = from.Total, from.Kind.Counted()
 		}
+		if from.Spot != nil {
+			g.Spot = true
+			if from.Spot.Total < from.Total {
+				g.SpotMost = from.Spot.Total
+			}
+		}
 		if m := from.MIG; m != nil && (g.Mode == config.MIG || g.Mode == config.Dynamic) {
 			if c := slices.IndexFunc(s.Cards, func(c gpunode.Card) bool { return c.Name == m.Card }); c >= 0 {
 				g.Slices, g.Profiles = s.Cards[c].MemorySlices, offeredProfiles(&s.Cards[c], m)
@@ -227,6 +238,35 @@ func (g *GPU) resources() map[string]Profile {
 	return out
 }
 
+// spot returns what the GPU offers to spot pods, like resources.
+func (g *GPU) spot() map[string]Profile {
+	out := map[string]Profile{}
+	if !g.Spot {
+		return out
+	}
+	for name, p := range g.resources() {
+		if k := kindOf(name); k.Shared() && !k.Together() || p.Devices == 0 {
+			continue
+		}
+		if g.SpotMost > 0 && kindOf(name) != "" {
+			p.Most = min(p.Most, g.SpotMost)
+		}
+		out[piece.InSpot(name)] = p
+	}
+	return out
+}
+
+// spotMemory returns how much GPU memory spot pods can have of the GPU.
+func (g *GPU) spotMemory(unit gpu.MiB) gpu.MiB {
+	switch {
+	case !g.Spot:
+		return 0
+	case g.SpotMost > 0 && g.Kind.Together():
+		return gpu.MiB(min(g.SpotMost, g.N)) * unit
+	}
+	return g.memory(unit)
+}
+
 // whole returns what the GPU's memory counts as: 80 GiB for 81559 MiB.
 func (g *GPU) whole() gpu.MiB {
 	if g.exact {
@@ -257,8 +297,9 @@ func (g *GPU) share(k piece.Kind, unit gpu.MiB) gpu.MiB {
 	return g.whole()
 }
 
-// kindOf returns the kind of a resource with that short name; empty for a MIG profile's.
+// kindOf returns the kind of a resource with that short name, in either tier; empty for a MIG profile's.
 func kindOf(name string) piece.Kind {
+	name, _ = piece.OfSpot(name)
 	for _, k := range piece.Kinds() {
 		if k.Short() == name {
 			return k

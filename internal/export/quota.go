@@ -31,7 +31,10 @@ type flavor struct {
 	name              string
 	site, model, mode string
 	cloud             bool
-	nodes             []string
+	// spot is true for the room of on-prem nodes that guaranteed pods leave free. The nodes have another flavor
+	// for guaranteed pods.
+	spot  bool
+	nodes []string
 	// memory is the quota of GPU memory. counts are the quotas of resources, by short name.
 	memory gpu.MiB
 	counts map[string]int
@@ -39,7 +42,8 @@ type flavor struct {
 
 // book has the content of an export to Kueue.
 type book struct {
-	// flavors has those on-prem first, then the clouds in the order of their limits.
+	// flavors has those on-prem first: for guaranteed pods, then for spot pods. Then come the clouds in the order
+	// of their limits.
 	flavors []flavor
 	// sizes is the memory that a device of a resource counts as, by short name. covered are all
 	// resources with a quota beside memory.
@@ -95,7 +99,9 @@ func (b *book) measure(nodes []Node) {
 			if !g.offers() {
 				continue
 			}
-			for name, p := range g.resources() {
+			all := g.resources()
+			maps.Copy(all, g.spot())
+			for name, p := range all {
 				if by[name] == nil {
 					by[name] = map[gpu.MiB][]string{}
 				}
@@ -187,6 +193,7 @@ func (b *book) group(k *Kueue, nodes []Node) {
 	keys := []string{k.siteLabel(), k.Domain + "/gpu.model", k.Domain + "/gpu.mode"}
 	lacks := map[string][]string{}
 	by := map[[3]string]*flavor{}
+	spot := map[[3]string]*flavor{}
 	for i := range nodes {
 		n := &nodes[i]
 		if !slices.ContainsFunc(n.GPUs, func(g GPU) bool { return g.offers() }) {
@@ -211,6 +218,22 @@ func (b *book) group(k *Kueue, nodes []Node) {
 		for j := range n.GPUs {
 			b.add(f, n, &n.GPUs[j])
 		}
+		if !slices.ContainsFunc(n.GPUs, func(g GPU) bool { return g.Spot && g.offers() }) {
+			continue
+		}
+		// What a cloud's nodes offer to spot pods is paid for like the rest, and counts for the same limit.
+		second := f
+		if !slices.ContainsFunc(k.Clouds, func(c Cloud) bool { return c.Site == f.site }) {
+			if second = spot[of]; second == nil {
+				second = &flavor{name: f.name + "-spot", site: f.site, model: f.model, mode: f.mode, spot: true,
+					counts: map[string]int{}}
+				spot[of] = second
+			}
+			second.nodes = append(second.nodes, n.Name)
+		}
+		for j := range n.GPUs {
+			b.addSpot(second, n, &n.GPUs[j])
+		}
 	}
 	if some := lacks[keys[0]]; len(some) > 0 {
 		b.refuse("%s have no label %s, which says where they are: kubectl label node NODE %[2]s=on-prem",
@@ -222,12 +245,16 @@ func (b *book) group(k *Kueue, nodes []Node) {
 				names(some), key)
 		}
 	}
-	for _, f := range by {
-		b.flavors = append(b.flavors, *f)
+	for _, of := range []map[[3]string]*flavor{by, spot} {
+		var tier []flavor
+		for _, f := range of {
+			tier = append(tier, *f)
+		}
+		slices.SortFunc(tier, func(a, b flavor) int {
+			return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.model, b.model), cmp.Compare(a.site, b.site))
+		})
+		b.flavors = append(b.flavors, tier...)
 	}
-	slices.SortFunc(b.flavors, func(a, b flavor) int {
-		return cmp.Or(cmp.Compare(a.name, b.name), cmp.Compare(a.model, b.model), cmp.Compare(a.site, b.site))
-	})
 }
 
 // add adds a GPU to a flavor.
@@ -242,6 +269,19 @@ func (b *book) add(f *flavor, n *Node, g *GPU) {
 	if g.API == ledger.DRA {
 		b.shares = b.shares || g.Kind.Together() && g.N > 0
 		b.noTopology = "a topology has what nodes have allocatable, and GPUs with api dra are not in there"
+	}
+}
+
+// addSpot adds what a GPU offers to spot pods to a flavor.
+func (b *book) addSpot(f *flavor, n *Node, g *GPU) {
+	if !g.offers() {
+		return
+	}
+	if f.spot {
+		f.memory += g.spotMemory(n.Unit)
+	}
+	for name, p := range g.spot() {
+		f.counts[name] += p.Most
 	}
 }
 
@@ -282,7 +322,8 @@ func (b *book) limit(clouds []Cloud) {
 		offered := f.counts
 		f.counts = map[string]int{}
 		for name, size := range b.sizes {
-			if offered[name] > 0 || f.nodes == nil && may(f.mode, name) {
+			_, spot := piece.OfSpot(name) // whether nodes to come offer it is their partition's to say
+			if offered[name] > 0 || f.nodes == nil && !spot && may(f.mode, name) {
 				f.counts[name] = int(c.Limit / max(size, 1))
 			}
 		}

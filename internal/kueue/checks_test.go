@@ -22,7 +22,10 @@ import (
 	"example.com/gpu-agent/internal/placer"
 )
 
-const memory = "example.com/gpu-mem"
+const (
+	memory     = "example.com/gpu-mem"
+	spotMemory = memory + ".spot"
+)
 
 var start = time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 
@@ -79,8 +82,10 @@ func (c *cluster) restart() {
 func (c *cluster) Asks(p *corev1.PodSpec) (out []placer.Container, plain placer.Amounts) {
 	cpu := map[string]int64{}
 	for _, one := range p.Containers {
-		if n, asks := one.Resources.Requests[memory]; asks {
-			out = append(out, placer.Container{Requests: map[string]int{memory: int(n.Value())}})
+		for _, name := range []corev1.ResourceName{memory, spotMemory} {
+			if n, asks := one.Resources.Requests[name]; asks {
+				out = append(out, placer.Container{Requests: map[string]int{string(name): int(n.Value())}})
+			}
 		}
 		cpu["cpu"] += one.Resources.Requests.Cpu().MilliValue()
 	}
