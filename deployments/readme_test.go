@@ -52,7 +52,7 @@ func agentPage(t *testing.T) string {
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,
 		Account: &agentobs.Account{Usage: func() usage.Shown {
 			k := usage.Key{Namespace: "n", Pod: "p", Container: "c", GPU: "GPU-1"}
-			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k, For: 2 * time.Hour}}}
+			return usage.Shown{Series: []usage.Series{{Key: k, Amounts: usage.Amounts{Known: true, SMKnown: true, LentGPU: 1, LentMiB: 1}}}, Now: []usage.Part{{Key: k}}, Idle: []usage.Idle{{Key: k, For: 2 * time.Hour}}}
 		}},
 		Status: func() status.Status {
 			return status.Status{

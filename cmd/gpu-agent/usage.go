@@ -25,6 +25,7 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs/agentobs"
@@ -141,6 +142,9 @@ type usageReport struct {
 	by, since, until, at, gpu, format string
 	dir                               string
 	now                               time.Time
+	// price and spotPrice are prices of a GPU hour. priced is true if costs are to be printed.
+	price, spotPrice float64
+	priced           bool
 }
 
 // newUsage makes `gpu-agent usage`: it reads the journal, also where no agent runs.
@@ -158,6 +162,14 @@ then. It reads the journal that the agent keeps in --state-dir.
 		Example: "gpu-agent usage --at 2026-11-03T12:00:00Z --gpu 3",
 		RunE: func(c *cobra.Command, _ []string) error {
 			r.now, r.dir, r.format = time.Now(), filepath.Join(stateDir, usageDir), output.Value
+			if r.priced = c.Flags().Changed("price"); !c.Flags().Changed("spot-price") {
+				r.spotPrice = r.price
+			} else if !r.priced {
+				return command.Usagef("--spot-price goes with --price")
+			}
+			if !(r.price >= 0 && r.spotPrice >= 0) {
+				return command.Usagef("--price and --spot-price are 0 or more")
+			}
 			if r.at != "" {
 				return r.presence(consoleOf(c))
 			}
@@ -173,6 +185,8 @@ then. It reads the journal that the agent keeps in --state-dir.
 	timeFlags(fs, &r.since, &r.until)
 	fs.StringVar(&r.at, "at", "", "print who held something at this `time`")
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
+	fs.Float64Var(&r.price, "price", 0, "`price` of a granted GPU hour; with it the costs are printed, in the same currency")
+	fs.Float64Var(&r.spotPrice, "spot-price", 0, "`price` of a GPU hour that was granted in the spot tier (default: --price)")
 	stateDirFlag(fs, &stateDir)
 	output = outputFlag(fs, "text", "csv", "json")
 	_ = c.RegisterFlagCompletionFunc("by", cobra.FixedCompletions(
@@ -260,7 +274,11 @@ func (r *usageReport) granted(notes io.Writer) ([]account.Sum, error) {
 		return nil, err
 	}
 	printRemoved(notes, left, from)
-	return report.Sum(book), nil
+	sums := report.Sum(book)
+	if r.priced {
+		account.Price(sums, r.price, r.spotPrice)
+	}
+	return sums, nil
 }
 
 // sums prints what was granted and used.
@@ -271,13 +289,20 @@ func (r *usageReport) sums(c console) error {
 	}
 	heads := []string{
 		strings.ToUpper(r.by), "GRANTS",
-		"GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS",
+		"GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS", "TIER", "GiB-HOURS LENT", "COST",
 	}
 	if r.format == "csv" {
 		heads = []string{
 			"name", "grants",
 			"granted_gpu_hours", "used_gpu_hours", "granted_gib_hours", "used_gib_hours", "sm_hours",
+			"tier", "lent_gib_hours", "cost",
 		}
+	}
+	// For people, what no line has is left out.
+	tiers := slices.ContainsFunc(sums, func(s account.Sum) bool { return s.Tier == ledger.Spot.Word() })
+	columns := []bool{true, true, true, true, true, true, true, tiers, tiers, r.priced}
+	if r.format == "csv" {
+		columns = nil
 	}
 	var rows [][]string
 	for i := range sums {
@@ -286,9 +311,26 @@ func (r *usageReport) sums(c console) error {
 			s.Name, strconv.Itoa(s.Grants),
 			r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours),
 			r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours),
+			s.Tier, r.hours(&s.LentGiBHours), r.hours(s.Cost),
 		})
 	}
+	if columns != nil {
+		heads = only(heads, columns)
+		for i := range rows {
+			rows[i] = only(rows[i], columns)
+		}
+	}
 	return r.print(c.out, sums, heads, rows)
+}
+
+// only returns the cells of some columns.
+func only(row []string, columns []bool) (out []string) {
+	for i, cell := range row {
+		if columns[i] {
+			out = append(out, cell)
+		}
+	}
+	return out
 }
 
 // hours returns a figure as text, rounded if it is for people.
@@ -367,16 +409,16 @@ func (r *usageReport) presence(c console) error {
 		}
 		return t.UTC().Format(time.RFC3339)
 	}
-	heads := []string{"GPU", "UUID", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE", "UNTIL"}
+	heads := []string{"GPU", "UUID", "PIECE", "SHARE", "NAMESPACE", "POD", "CONTAINER", "SINCE", "UNTIL", "TIER"}
 	if r.format == "csv" {
-		heads = []string{"gpu", "uuid", "piece", "share", "namespace", "pod", "container", "since", "until"}
+		heads = []string{"gpu", "uuid", "piece", "share", "namespace", "pod", "container", "since", "until", "tier"}
 	}
 	var rows [][]string
 	for i := range had {
 		h := &had[i]
 		rows = append(rows, []string{
 			strconv.Itoa(h.Index), string(h.GPU), h.Piece, strconv.FormatFloat(h.Share, 'g', 4, 64),
-			h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until),
+			h.Namespace, h.Pod, h.Container, stamp(h.Since), stamp(h.Until), h.Tier,
 		})
 	}
 	return r.print(c.out, had, heads, rows)

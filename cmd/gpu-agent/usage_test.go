@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
 	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/internal/usage/segments"
@@ -49,6 +50,31 @@ func journal(t *testing.T) (stateDir string) {
 	return stateDir
 }
 
+// night adds that a spot pod had half of GPU 3 from 22 to midnight.
+func night(t *testing.T, stateDir string) {
+	t.Helper()
+	s, err := segments.Open(filepath.Join(stateDir, usageDir), segments.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	at := func(hour int) time.Time { return time.Date(2026, 3, 1, hour, 0, 0, 0, time.UTC) }
+	var text []byte
+	for _, r := range []*account.Record{
+		{Time: at(22), Event: account.Allocated, Grant: 3, Allocation: "id3", Resource: "example.com/gpu-mem.spot", Tier: ledger.Spot, Count: 40,
+			Pieces: []account.Piece{{GPU: "GPU-c", Index: 3, Of: piece.Units{Set: piece.Set{{First: 0, Last: 39}}}, Share: .5, MemoryMiB: 40 << 10}}},
+		{Time: at(22), Event: account.Named, Grant: 3, Holder: account.Holder{Namespace: "train", Pod: "batch", Container: "main"}},
+		{Time: at(24), Event: account.Released, Grant: 3},
+	} {
+		if text, err = r.Append(text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := s.Append(text); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func TestUsage(t *testing.T) {
 	dir := journal(t)
 	usage := func(args ...string) string {
@@ -65,12 +91,24 @@ func TestUsage(t *testing.T) {
 			t.Errorf("line %d: %q, want %q", i, got, want)
 		}
 	}
-	if got := usage("--until", "2026-03-01T19:00", "--since", "2026-03-01T11:30", "-o", "csv", "--by", "label=team"); got != "name,grants,granted_gpu_hours,used_gpu_hours,granted_gib_hours,used_gib_hours,sm_hours\n,1,1.875,,150,,\nx,1,1.75,0.25,140,10,\n" {
+	if got := usage("--until", "2026-03-01T19:00", "--since", "2026-03-01T11:30", "-o", "csv", "--by", "label=team"); got != "name,grants,granted_gpu_hours,used_gpu_hours,granted_gib_hours,used_gib_hours,sm_hours,tier,lent_gib_hours,cost\n,1,1.875,,150,,,guaranteed,0,\nx,1,1.75,0.25,140,10,,guaranteed,0,\n" {
 		t.Errorf("by team: %q", got)
 	}
 	var sums []account.Sum
 	if err := json.Unmarshal([]byte(usage("-o", "json", "--by", "pod", "--since", "2026-03-01T12:00", "--until", "2026-03-01T13:00")), &sums); err != nil || len(sums) != 2 || sums[0].Name != "train/job-1" || sums[0].GrantedGPUHours != .5 || *sums[0].UsedGPUHours != 0 {
 		t.Errorf("by pod: %+v, %v", sums, err)
+	}
+
+	// With a price, and with a second tier.
+	if got := usage("--until", "2026-03-01T19:00", "--price", "2.5"); !strings.Contains(got, "SM-HOURS  COST\n") || !strings.Contains(got, " 6.25\n") || strings.Contains(got, "TIER") {
+		t.Errorf("with a price:\n%s", got)
+	}
+	night(t, dir)
+	lines = strings.Split(usage("--until", "2026-03-02T03:00", "--price", "2", "--spot-price", "0.5"), "\n")
+	for i, want := range []string{"NAMESPACE GRANTS GPU-HOURS GRANTED USED GiB-HOURS GRANTED USED SM-HOURS TIER GiB-HOURS LENT COST", "dev 1 4.50 - 360.00 - - guaranteed 0.00 9.00", "train 1 2.00 0.50 160.00 20.00 - guaranteed 0.00 4.00", "train 1 1.00 - 80.00 - - spot 0.00 0.50"} {
+		if got := strings.Join(strings.Fields(lines[i]), " "); got != want {
+			t.Errorf("line %d: %q, want %q", i, got, want)
+		}
 	}
 
 	// What had no room any more is told of, where it is of the time that is asked for.
@@ -110,7 +148,7 @@ func TestUsage(t *testing.T) {
 	if got := usage("--at", "2026-03-01T16:00", "-o", "csv"); strings.Contains(got, "job-1") || !strings.Contains(got, "jupyter") {
 		t.Errorf("at four: %q", got)
 	}
-	for _, args := range [][]string{{"--by", "pods"}, {"--by", "label="}, {"--since", "yesterday"}, {"--gpu", "3"}, {"--since", "2026-03-02", "--until", "2026-03-01"}} {
+	for _, args := range [][]string{{"--by", "pods"}, {"--by", "label="}, {"--since", "yesterday"}, {"--gpu", "3"}, {"--spot-price", "1"}, {"--price", "-1"}, {"--price", "NaN"}, {"--since", "2026-03-02", "--until", "2026-03-01"}} {
 		if _, _, err := execute(t, append([]string{"usage", "--state-dir", dir}, args...)...); err == nil {
 			t.Errorf("%q is no error", args)
 		}

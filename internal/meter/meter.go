@@ -359,7 +359,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		g = nil
 	}
 	// A claim's allocation may have got other pieces meanwhile.
-	if g != nil && !samePieces(g, a.Grants) {
+	if g != nil && (!samePieces(g, a.Grants) || g.Tier != a.Tier) {
 		when := at
 		if g.Number < m.past.before {
 			when = m.past.lastRecord
@@ -378,7 +378,7 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 	if g == nil {
 		r := usage.Record{
 			Time: since, Event: usage.Allocated, Grant: m.book.Next(), Adopted: a.Adopted,
-			Allocation: a.ID, FrontEnd: a.Owner, Resource: a.Resource, Pieces: usage.PiecesOf(a.Grants, inv),
+			Allocation: a.ID, FrontEnd: a.Owner, Tier: a.Tier, Resource: a.Resource, Pieces: usage.PiecesOf(a.Grants, inv),
 		}
 		for i := range a.Grants {
 			r.Count += piece.Count(a.Grants[i].Piece)

@@ -150,7 +150,7 @@ func record(u gpu.UUID, first, last int) ledger.Record {
 
 func (n *node) take(id string, r ledger.Record, pod string) {
 	n.Helper()
-	if _, err := n.ledger.Take(ledger.Request{ID: id, Owner: r.Owner, Resource: r.Resource, Grants: r.Grants, Overlap: true}); err != nil {
+	if _, err := n.ledger.Take(ledger.Request{ID: id, Owner: r.Owner, Tier: r.Tier, Resource: r.Resource, Grants: r.Grants, Overlap: true}); err != nil {
 		n.Fatal(err)
 	}
 	if pod != "" {
@@ -228,6 +228,30 @@ func TestLife(t *testing.T) {
 		if got := len(n.meter.Scraped().Series); got != want {
 			t.Errorf("scrape %d after the end has %d series, want %d", i+1, got, want)
 		}
+	}
+}
+
+// What a spot pod gets is counted in its tier, until a guaranteed one has it.
+func TestTiersAreCounted(t *testing.T) {
+	n := newNode(t)
+	spot := record("GPU-0", 0, 39)
+	spot.Tier, spot.Resource = ledger.Spot, spot.Resource+".spot"
+	n.take("s", spot, "batch")
+	n.turn(false)
+	n.pass(10 * time.Second)
+	n.take("g", record("GPU-0", 0, 79), "web")
+	n.turn(false)
+	n.pass(time.Minute)
+	n.turn(true)
+	if s, _ := n.series("batch"); s.Tier != ledger.Spot || s.GrantedGPU != .5*10 || s.Share != 0 {
+		t.Errorf("spot: %+v", s)
+	}
+	if s, _ := n.series("web"); s.Tier != ledger.Guaranteed || s.GrantedGPU != 60 || s.LentGPU != 0 {
+		t.Errorf("guaranteed: %+v", s)
+	}
+	n.start()
+	if g := n.meter.book.Of("s"); g == nil || g.Tier != ledger.Spot || g.Held[0].Yielded != 1 {
+		t.Errorf("after a restart: %+v", g)
 	}
 }
 

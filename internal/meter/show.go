@@ -159,6 +159,8 @@ func rise(before, now []usage.Series) []usage.Series {
 		if o := old[now[i].Key]; o != nil {
 			now[i].GrantedGPU = max(now[i].GrantedGPU, o.GrantedGPU)
 			now[i].GrantedMiB = max(now[i].GrantedMiB, o.GrantedMiB)
+			now[i].LentGPU = max(now[i].LentGPU, o.LentGPU)
+			now[i].LentMiB = max(now[i].LentMiB, o.LentMiB)
 		}
 	}
 	return now
@@ -183,7 +185,7 @@ func (m *Meter) parts() []usage.Part {
 			if by[k] == nil {
 				by[k] = &usage.Part{Key: k, Index: h.Index}
 			}
-			by[k].Share += h.Share * (1 - h.Gone)
+			by[k].Share += h.Share * h.Part()
 		}
 	}
 	keys := slices.SortedFunc(maps.Keys(by), usage.Key.Compare)

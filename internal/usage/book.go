@@ -36,9 +36,9 @@ type Book struct {
 // Observer is told of grants while a book applies records.
 type Observer interface {
 	// Granted is called when a piece was charged from one time to another, with part (0 to 1)
-	// of its share. Used is called with what was used of it between two times, and Ended when
+	// of its share; spot pods had lent (0 to 1) of it meanwhile. Used is called with what was used of it between two times, and Ended when
 	// the grant was released.
-	Granted(g *Grant, h *Held, from, to time.Time, part float64)
+	Granted(g *Grant, h *Held, from, to time.Time, part, lent float64)
 	Used(g *Grant, h *Held, from, to time.Time, more Use)
 	Ended(g *Grant)
 }
@@ -48,6 +48,7 @@ type Grant struct {
 	Number     uint64          `json:"grant"`
 	Allocation string          `json:"allocation"`
 	FrontEnd   ledger.FrontEnd `json:"frontEnd,omitempty"`
+	Tier       ledger.Tier     `json:"tier,omitempty"`
 	Resource   string          `json:"resource,omitempty"`
 	Count      int             `json:"count,omitempty"`
 	Adopted    bool            `json:"adopted,omitempty"`
@@ -74,6 +75,12 @@ type Charge struct {
 	Gone    float64   `json:"gone,omitempty"`
 	From    time.Time `json:"from,omitzero"`
 	Seconds float64   `json:"seconds,omitempty"`
+	// Yielded is the part of a spot grant's piece that later guaranteed grants have. It is not charged meanwhile.
+	// Lent is the part of a guaranteed grant's piece that later spot grants have. It is charged all the same, and
+	// LentSeconds is like Seconds for it.
+	Yielded     float64 `json:"yielded,omitempty"`
+	Lent        float64 `json:"lent,omitempty"`
+	LentSeconds float64 `json:"lentSeconds,omitempty"`
 	// Use is nil while nothing is known.
 	Use *Use `json:"use,omitempty"`
 }
@@ -90,15 +97,19 @@ func (h Held) MarshalJSON() ([]byte, error) {
 
 // UnmarshalJSON reads what MarshalJSON writes.
 func (h *Held) UnmarshalJSON(data []byte) error {
-	return errors.Join(h.read(data, "gone", "from", "seconds", "use"), json.Unmarshal(data, &h.Charge))
+	return errors.Join(h.read(data, "gone", "from", "seconds", "yielded", "lent", "lentSeconds", "use"), json.Unmarshal(data, &h.Charge))
 }
 
-// Key names a container on a GPU, as series of metrics do.
+// Part is the part of the piece, 0 to 1, that is charged now.
+func (c *Charge) Part() float64 { return max(0, 1-c.Gone-c.Yielded) }
+
+// Key names a container on a GPU, and the tier of what it has there, as series of metrics do.
 type Key struct {
-	Namespace string   `json:"namespace"`
-	Pod       string   `json:"pod"`
-	Container string   `json:"container"`
-	GPU       gpu.UUID `json:"gpu"`
+	Namespace string      `json:"namespace"`
+	Pod       string      `json:"pod"`
+	Container string      `json:"container"`
+	GPU       gpu.UUID    `json:"gpu"`
+	Tier      ledger.Tier `json:"tier,omitempty"`
 }
 
 // Amounts are a container's totals on one GPU. Those of GPUs are parts of a physical GPU times
@@ -108,7 +119,10 @@ type Amounts struct {
 	GrantedMiB float64 `json:"grantedMiB"`
 	UsedGPU    float64 `json:"usedGPU,omitempty"`
 	UsedMiB    float64 `json:"usedMiB,omitempty"`
-	SM         float64 `json:"sm,omitempty"`
+	// LentGPU and LentMiB are the part of GrantedGPU and GrantedMiB that spot pods had.
+	LentGPU float64 `json:"lentGPU,omitempty"`
+	LentMiB float64 `json:"lentMiB,omitempty"`
+	SM      float64 `json:"sm,omitempty"`
 	// Known is true if the use is known for at least a part of the time. SMKnown is the same
 	// for SM.
 	Known   bool `json:"known,omitempty"`
@@ -121,6 +135,8 @@ func (a *Amounts) Add(o Amounts) {
 	a.GrantedMiB += o.GrantedMiB
 	a.UsedGPU += o.UsedGPU
 	a.UsedMiB += o.UsedMiB
+	a.LentGPU += o.LentGPU
+	a.LentMiB += o.LentMiB
 	a.SM += o.SM
 	a.Known, a.SMKnown = a.Known || o.Known, a.SMKnown || o.SMKnown
 }
@@ -190,13 +206,16 @@ func (b *Book) Apply(r *Record) {
 
 func (b *Book) begin(r *Record) {
 	g := &Grant{
-		Number: r.Grant, Allocation: r.Allocation, FrontEnd: r.FrontEnd, Resource: r.Resource, Count: r.Count,
-		Adopted: r.Adopted, Holder: r.Holder, Since: r.Time,
+		Number: r.Grant, Allocation: r.Allocation, FrontEnd: r.FrontEnd, Tier: r.Tier, Resource: r.Resource,
+		Count: r.Count, Adopted: r.Adopted, Holder: r.Holder, Since: r.Time,
 	}
 	for _, p := range r.Pieces {
 		g.Held = append(g.Held, Held{Piece: p})
 	}
 	for _, o := range b.Open() {
+		if o.Tier != g.Tier {
+			continue
+		}
 		for i := range o.Held {
 			h := &o.Held[i]
 			gone := h.Gone
@@ -213,8 +232,39 @@ func (b *Book) begin(r *Record) {
 		b.end(old, r.Time)
 	}
 	b.open[g.Number], b.ids[g.Allocation] = g, g.Number
+	b.share(g, r.Time)
 	if g.Pod != "" {
 		b.forget(g, r.Time)
+	}
+}
+
+// share works out which parts of pieces have changed hands between the tiers, after a grant has begun or ended. A
+// guaranteed grant takes room of spot grants that are older, and a spot grant is lent room of guaranteed grants that
+// are older. Either gives it back when it ends.
+func (b *Book) share(changed *Grant, at time.Time) {
+	for _, o := range b.Open() {
+		if o.Tier == changed.Tier || o.Number >= changed.Number {
+			continue
+		}
+		for i := range o.Held {
+			h, part := &o.Held[i], 0.0
+			for _, later := range b.Open() {
+				if later.Tier == o.Tier || later.Number < o.Number {
+					continue
+				}
+				for j := range later.Held {
+					part = min(1, part+h.taken(&later.Held[j].Piece))
+				}
+			}
+			of := &h.Lent
+			if o.Tier == ledger.Spot {
+				of = &h.Yielded
+			}
+			if *of != part {
+				b.settle(o, h, at)
+				*of = part
+			}
+		}
 	}
 }
 
@@ -222,8 +272,9 @@ func (b *Book) begin(r *Record) {
 func (b *Book) settle(g *Grant, h *Held, at time.Time) {
 	from := h.from(g)
 	if b.observer != nil && at.After(from) {
-		b.observer.Granted(g, h, from, at, 1-h.Gone)
+		b.observer.Granted(g, h, from, at, h.Part(), h.Lent)
 	}
+	h.LentSeconds = h.lentSeconds(g, at)
 	if h.Seconds = h.seconds(g, at); at.After(from) {
 		h.From = at
 	}
@@ -239,7 +290,12 @@ func (h *Held) from(g *Grant) time.Time {
 // seconds returns for how long the piece was charged until at, in seconds. While half of
 // the piece is gone, each second counts as half a second.
 func (h *Held) seconds(g *Grant, at time.Time) float64 {
-	return h.Seconds + max(0, at.Sub(h.from(g)).Seconds())*(1-h.Gone)
+	return h.Seconds + max(0, at.Sub(h.from(g)).Seconds())*h.Part()
+}
+
+// lentSeconds returns for how long spot pods had the piece until at, in seconds, counted like seconds.
+func (h *Held) lentSeconds(g *Grant, at time.Time) float64 {
+	return h.LentSeconds + max(0, at.Sub(h.from(g)).Seconds())*h.Lent
 }
 
 // use adds a record of use. Totals never fall.
@@ -302,17 +358,22 @@ func (b *Book) end(g *Grant, at time.Time) {
 	if b.ids[g.Allocation] == g.Number {
 		delete(b.ids, g.Allocation)
 	}
+	b.share(g, at)
 	if b.observer != nil {
 		b.observer.Ended(g)
 	}
 }
 
-func (g *Grant) key(i int) Key { return Key{g.Namespace, g.Pod, g.Container, g.Held[i].GPU} }
+func (g *Grant) key(i int) Key {
+	return Key{g.Namespace, g.Pod, g.Container, g.Held[i].GPU, g.Tier}
+}
 
 // amounts returns the piece's totals until at.
 func (h *Held) amounts(g *Grant, at time.Time) Amounts {
 	s := h.seconds(g, at)
-	a := Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB)}
+	lent := h.lentSeconds(g, at)
+	a := Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB),
+		LentGPU: lent * h.Share, LentMiB: lent * float64(h.MemoryMiB)}
 	if u := h.Use; u != nil {
 		a.Known, a.UsedMiB, a.UsedGPU = true, float64(u.MiBMs)/1000, g.shareOf(h)*float64(u.BusyMs)/1000
 		if u.SMMs != nil {
@@ -394,7 +455,7 @@ func (b *Book) State(at time.Time) *State {
 // Compare orders keys by namespace, pod, container and GPU.
 func (k Key) Compare(o Key) int {
 	return cmp.Or(cmp.Compare(k.Namespace, o.Namespace), cmp.Compare(k.Pod, o.Pod),
-		cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU))
+		cmp.Compare(k.Container, o.Container), cmp.Compare(k.GPU, o.GPU), cmp.Compare(k.Tier, o.Tier))
 }
 
 // Series returns the totals at a moment of all containers that hold something, ordered by name.
@@ -410,7 +471,7 @@ func (b *Book) Series(at time.Time) []Series {
 				by[k] = &Series{Key: k, Amounts: b.past[k].Amounts, Index: h.Index}
 			}
 			by[k].Add(h.amounts(g, at))
-			by[k].Share += h.Share * (1 - h.Gone)
+			by[k].Share += h.Share * h.Part()
 		}
 	}
 	return sorted(by)

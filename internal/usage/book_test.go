@@ -116,7 +116,7 @@ func TestAccount(t *testing.T) {
 	if len(b.Series(end)) != 0 || len(b.Open()) != 0 {
 		t.Error("what was released is open")
 	}
-	key := Key{"work", "web-0", "main", "GPU-3"}
+	key := Key{"work", "web-0", "main", "GPU-3", ledger.Guaranteed}
 	ended, known := b.Ended(key)
 	if s, want := ended, .25*end.Sub(noon).Seconds(); !known || s.GrantedGPU != want {
 		t.Errorf("granted %v GPU seconds, want %v", s.GrantedGPU, want)
@@ -133,6 +133,78 @@ func TestAccount(t *testing.T) {
 	b.Apply(named(3, late, "web-0", "main"))
 	if s := of(b.Series(late.Add(time.Second)), "web-0", "main"); s.GrantedGPU != .25 {
 		t.Errorf("an hour later: %v, want .25", s.GrantedGPU)
+	}
+}
+
+// inSpot is a record of a spot grant.
+func inSpot(r *Record) *Record {
+	r.Tier = ledger.Spot
+	return r
+}
+
+// A guaranteed grant takes over the charge for the room of an older spot grant, and gives it back. Room that is lent is
+// charged to its holder all the same, and counted as lent. A record without a tier is guaranteed. Totals that a segment
+// begins with go on.
+func TestTiers(t *testing.T) {
+	at := func(s int) time.Time { return noon.Add(time.Duration(s) * time.Second) }
+	records := []*Record{
+		inSpot(granted(1, "s", at(0), units(0, 39))), named(1, at(0), "batch", "main"),
+		granted(2, "g", at(10), units(20, 59)), named(2, at(10), "web", "main"),
+		released(2, at(30)),
+		granted(3, "h", at(40), units(60, 79)), named(3, at(40), "nb", "main"),
+		inSpot(granted(4, "t", at(50), units(70, 79))), named(4, at(50), "night", "main"),
+		released(4, at(70)),
+	}
+	for _, cut := range []int{0, 4, 7, 9} {
+		b := NewBook(nil)
+		for i, r := range records {
+			if i == cut && cut > 0 { // a reader that begins here has only the book
+				from := &Record{Time: records[i-1].Time, Event: Began, Book: b.State(records[i-1].Time)}
+				line, err := from.Append(nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				b = NewBook(nil)
+				b.Apply(Parse(line))
+			}
+			b.Apply(r)
+		}
+		series := b.Series(at(100))
+		for pod, want := range map[string]struct {
+			tier          ledger.Tier
+			granted, lent float64
+		}{
+			"batch": {ledger.Spot, .5*100 - .25*20, 0},
+			"nb":    {ledger.Guaranteed, .25 * 60, .125 * 20},
+		} {
+			s := of(series, pod, "main")
+			if s.Tier != want.tier || math.Abs(s.GrantedGPU-want.granted) > 1e-6 || math.Abs(s.LentGPU-want.lent) > 1e-6 || math.Abs(s.LentMiB-want.lent*80*1024) > 1e-3 {
+				t.Errorf("cut at %d: %s: %s, granted %v, lent %v, want %+v", cut, pod, s.Tier.Word(), s.GrantedGPU, s.LentGPU, want)
+			}
+		}
+		if s, _ := b.Ended(Key{"work", "night", "main", "GPU-3", ledger.Spot}); s.GrantedGPU != .125*20 {
+			t.Errorf("cut at %d: the spot pod in lent room: %+v", cut, s)
+		}
+		if s, _ := b.Ended(Key{"work", "web", "main", "GPU-3", ledger.Guaranteed}); s.GrantedGPU != .5*20 {
+			t.Errorf("cut at %d: the guaranteed pod: %+v", cut, s)
+		}
+	}
+	report := NewReport(at(0), at(100), func(g *Grant) string { return g.Namespace })
+	b := NewBook(report)
+	for _, r := range records {
+		b.Apply(r)
+	}
+	sums := report.Sum(b)
+	Price(sums, 2, 1)
+	if len(sums) != 2 || sums[0].Tier != "spot" || sums[1].Tier != "guaranteed" || sums[0].Grants != 2 || sums[1].Grants != 2 {
+		t.Fatalf("%+v", sums)
+	}
+	spot, guaranteed := (45+.125*20)/3600, (.5*20+.25*60)/3600
+	if s := sums[0]; math.Abs(s.GrantedGPUHours-spot) > 1e-9 || math.Abs(*s.Cost-spot) > 1e-9 || s.LentGPUHours != 0 {
+		t.Errorf("spot: %+v, cost %v", s, *s.Cost)
+	}
+	if s := sums[1]; math.Abs(s.GrantedGPUHours-guaranteed) > 1e-9 || math.Abs(*s.Cost-2*guaranteed) > 1e-9 || math.Abs(s.LentGiBHours-.125*20*80/3600) > 1e-9 {
+		t.Errorf("guaranteed: %+v, cost %v", s, *s.Cost)
 	}
 }
 

@@ -55,6 +55,11 @@
 // container. It is then charged to the last container that got it. Admin access, which only
 // watches a GPU, is charged nothing.
 //
+// A grant of the spot tier has "tier":"spot" in its records; others have no tier, which is the guaranteed one. A
+// guaranteed grant over the room of spot grants takes their charge over until it ends. A spot grant over the room of
+// an older guaranteed one, which is lent, takes nothing of its charge: the room is then counted as lent as well. A
+// parked process has no memory on the GPU, so its time is granted, and not used.
+//
 // Several pods can share one claim. They are charged together, to the container that had it
 // first. When that has ended, they are charged to the next.
 //

@@ -41,12 +41,14 @@ type Record struct {
 	Event Event     `json:"event"`
 	// Grant is the number of the grant; 0 if the record is about none.
 	Grant uint64 `json:"grant,omitempty"`
-	// Allocation, FrontEnd and Resource are the ledger's. Count is how many devices the pod
+	// Allocation, FrontEnd, Tier and Resource are the ledger's; records of versions without tiers have none, which is
+	// the guaranteed tier. Count is how many devices the pod
 	// asked for, and Pieces what it got; Count is also the number of records in "lost" and
 	// "left-out". Adopted is true if the grant is older than the record: the agent that made it
 	// ended before it could write it.
 	Allocation string          `json:"allocation,omitempty"`
 	FrontEnd   ledger.FrontEnd `json:"frontEnd,omitempty"`
+	Tier       ledger.Tier     `json:"tier,omitempty"`
 	Resource   string          `json:"resource,omitempty"`
 	Count      int             `json:"count,omitempty"`
 	Pieces     []Piece         `json:"pieces,omitempty"`

@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"time"
 
+	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -17,7 +18,13 @@ import (
 type Report struct {
 	from, to time.Time
 	by       func(*Grant) string
-	sums     map[string]*Sum
+	sums     map[line]*Sum
+}
+
+// line names a line of a report.
+type line struct {
+	name string
+	tier ledger.Tier
 }
 
 // Answer is a node's page /usage: sums, or who held what at a moment.
@@ -33,6 +40,8 @@ type Sum struct {
 	// Name is the namespace, the pod as "namespace/pod", or the value of a label. It is empty
 	// for grants without one.
 	Name string `json:"name"`
+	// Tier is "guaranteed" or "spot". A name has a line for each tier that it has grants of.
+	Tier string `json:"tier"`
 	// Grants is the number of grants.
 	Grants int `json:"grants"`
 	// GrantedGPUHours are parts of physical GPUs times hours. UsedGPUHours are the same,
@@ -42,24 +51,29 @@ type Sum struct {
 	UsedGPUHours    *float64 `json:"usedGPUHours"`
 	GrantedGiBHours float64  `json:"grantedGiBHours"`
 	UsedGiBHours    *float64 `json:"usedGiBHours"`
-	SMHours         *float64 `json:"smHours"`
+	// LentGPUHours and LentGiBHours are the part of what was granted that spot pods had meanwhile.
+	LentGPUHours float64  `json:"lentGPUHours"`
+	LentGiBHours float64  `json:"lentGiBHours"`
+	SMHours      *float64 `json:"smHours"`
+	// Cost is GrantedGPUHours at a price; nil if there is none. Price fills it in.
+	Cost *float64 `json:"cost,omitempty"`
 
 	amounts Amounts
 }
 
 // NewReport returns a report of the period between two times. It has one line for each name
-// that by returns.
+// that by returns, and each tier.
 func NewReport(from, to time.Time, by func(*Grant) string) *Report {
-	return &Report{from: from, to: to, by: by, sums: map[string]*Sum{}}
+	return &Report{from: from, to: to, by: by, sums: map[line]*Sum{}}
 }
 
 // sum returns the line of a grant, and adds it if need be.
 func (r *Report) sum(g *Grant) *Sum {
-	name := r.by(g)
-	if r.sums[name] == nil {
-		r.sums[name] = &Sum{Name: name}
+	of := line{r.by(g), g.Tier}
+	if r.sums[of] == nil {
+		r.sums[of] = &Sum{Name: of.name, Tier: of.tier.Word()}
 	}
-	return r.sums[name]
+	return r.sums[of]
 }
 
 // within returns how much of a stretch is in the report's period, and how long the stretch is.
@@ -75,10 +89,11 @@ func (r *Report) within(from, to time.Time) (of, all time.Duration) {
 }
 
 // Granted implements [Observer].
-func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part float64) {
+func (r *Report) Granted(g *Grant, h *Held, from, to time.Time, part, lent float64) {
 	if of, _ := r.within(from, to); of > 0 {
-		s := of.Seconds() * part
-		r.sum(g).amounts.Add(Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB)})
+		s, l := of.Seconds()*part, of.Seconds()*lent
+		r.sum(g).amounts.Add(Amounts{GrantedGPU: s * h.Share, GrantedMiB: s * float64(h.MemoryMiB),
+			LentGPU: l * h.Share, LentMiB: l * float64(h.MemoryMiB)})
 	}
 }
 
@@ -111,7 +126,7 @@ func (r *Report) Sum(b *Book) []Sum {
 	for _, g := range b.Open() {
 		for i := range g.Held {
 			if h := &g.Held[i]; r.to.After(h.from(g)) {
-				r.Granted(g, h, h.from(g), r.to, 1-h.Gone)
+				r.Granted(g, h, h.from(g), r.to, h.Part(), h.Lent)
 			}
 		}
 		r.count(g, r.to)
@@ -120,6 +135,7 @@ func (r *Report) Sum(b *Book) []Sum {
 	for _, s := range r.sums {
 		a := s.amounts
 		s.GrantedGPUHours, s.GrantedGiBHours = a.GrantedGPU/3600, a.GrantedMiB/3600/1024
+		s.LentGPUHours, s.LentGiBHours = a.LentGPU/3600, a.LentMiB/3600/1024
 		if a.Known {
 			s.UsedGPUHours, s.UsedGiBHours = new(a.UsedGPU/3600), new(a.UsedMiB/3600/1024)
 		}
@@ -129,9 +145,21 @@ func (r *Report) Sum(b *Book) []Sum {
 		out = append(out, *s)
 	}
 	slices.SortFunc(out, func(x, y Sum) int {
-		return cmp.Or(cmp.Compare(y.GrantedGPUHours, x.GrantedGPUHours), cmp.Compare(x.Name, y.Name))
+		return cmp.Or(cmp.Compare(y.GrantedGPUHours, x.GrantedGPUHours), cmp.Compare(x.Name, y.Name),
+			cmp.Compare(x.Tier, y.Tier))
 	})
 	return out
+}
+
+// Price fills in what lines cost, at a price of a GPU hour in each tier.
+func Price(sums []Sum, guaranteed, spot float64) {
+	for i := range sums {
+		price := guaranteed
+		if sums[i].Tier == ledger.Spot.Word() {
+			price = spot
+		}
+		sums[i].Cost = new(sums[i].GrantedGPUHours * price)
+	}
 }
 
 // Presence finds who had a part of a GPU at a moment. Pass it to [NewBook] as the observer, apply
@@ -148,7 +176,7 @@ func NewPresence(at time.Time, which string) *Presence {
 }
 
 // Granted implements [Observer].
-func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64) {}
+func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64, float64) {}
 
 // Used implements [Observer].
 func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
@@ -171,6 +199,7 @@ type Had struct {
 	GPU        gpu.UUID  `json:"gpu"`
 	Piece      string    `json:"piece"`
 	Share      float64   `json:"share"`
+	Tier       string    `json:"tier"`
 	Resource   string    `json:"resource"`
 	Allocation string    `json:"allocation"`
 	Since      time.Time `json:"since"`
@@ -192,7 +221,8 @@ func (p *Presence) Who(b *Book) []Had {
 		for i := range g.Held {
 			if h := &g.Held[i]; p.on(h) {
 				out = append(out, Had{
-					Index: h.Index, GPU: h.GPU, Piece: h.String(), Share: h.Share, Resource: g.Resource,
+					Index: h.Index, GPU: h.GPU, Piece: h.String(), Share: h.Share, Tier: g.Tier.Word(),
+					Resource:   g.Resource,
 					Allocation: g.Allocation, Since: g.Since, Until: g.Until, Holder: g.Holder,
 				})
 			}

@@ -28,18 +28,25 @@ var (
 	accounted []*prometheus.Desc
 
 	ofContainer = []string{"namespace", "pod", "container", "gpu"}
+	ofTier      = append(slices.Clone(ofContainer), "tier")
 
 	grantedGPU = desc(obs.Prefix+"container_granted_gpu_seconds_total",
-		"GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofContainer...)
+		"GPUs that a container was granted, times seconds: a quarter of one for four seconds is 1.", ofTier...)
 	usedGPU = desc(obs.Prefix+"container_used_gpu_seconds_total",
-		"The same, while a process of the container was on the GPU. None while that is not known.", ofContainer...)
+		"The same, while a process of the container was on the GPU. None while that is not known.", ofTier...)
 	grantedMemory = desc(obs.Prefix+"container_granted_memory_byte_seconds_total",
-		"GPU memory that a container was granted, times seconds.", ofContainer...)
+		"GPU memory that a container was granted, times seconds.", ofTier...)
 	usedMemory = desc(obs.Prefix+"container_used_memory_byte_seconds_total",
-		"GPU memory that a container used, times seconds. None while that is not known.", ofContainer...)
+		"GPU memory that a container used, times seconds. None while that is not known.", ofTier...)
+	lentGPU = desc(obs.Prefix+"container_lent_gpu_seconds_total",
+		"GPUs that a container was granted and spot pods had meanwhile, times seconds. None while there are none.",
+		ofContainer...)
+	lentMemory = desc(obs.Prefix+"container_lent_memory_byte_seconds_total",
+		"GPU memory that a container was granted and spot pods had meanwhile, times seconds. None while there is none.",
+		ofContainer...)
 	smTime = desc(obs.Prefix+"container_sm_seconds_total",
 		"Share of a GPU's streaming multiprocessors that a container used, times seconds, by the driver's figures "+
-			"for its processes. None if the driver has no figures (MIG).", ofContainer...)
+			"for its processes. None if the driver has no figures (MIG).", ofTier...)
 	idleFor = desc(obs.Prefix+"container_idle_seconds",
 		"How long a container has had no process on a GPU that it holds, in whole or in part; 0 while it has "+
 			"one. None while that is not known.", ofContainer...)
@@ -82,7 +89,7 @@ func (a *Account) Collect(out chan<- prometheus.Metric) {
 	send(recordsDropped, prometheus.CounterValue, float64(u.Dropped.Refused), "refused")
 	for i := range u.Series {
 		s := &u.Series[i]
-		of := labelsOf(&s.Key)
+		of := append(labelsOf(&s.Key), s.Tier.Word())
 		send(grantedGPU, prometheus.CounterValue, s.GrantedGPU, of...)
 		send(grantedMemory, prometheus.CounterValue, s.GrantedMiB*(1<<20), of...)
 		if s.Known {
@@ -91,6 +98,10 @@ func (a *Account) Collect(out chan<- prometheus.Metric) {
 		}
 		if s.SMKnown {
 			send(smTime, prometheus.CounterValue, s.SM, of...)
+		}
+		if s.LentMiB > 0 || s.LentGPU > 0 {
+			send(lentGPU, prometheus.CounterValue, s.LentGPU, labelsOf(&s.Key)...)
+			send(lentMemory, prometheus.CounterValue, s.LentMiB*(1<<20), labelsOf(&s.Key)...)
 		}
 	}
 	for i := range u.Idle {

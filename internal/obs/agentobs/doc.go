@@ -87,11 +87,13 @@
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
 //	watchdog_up                                 1 while the watchdog runs
 //	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
-//	container_granted_gpu_seconds_total{namespace,pod,container,gpu}          granted parts of a GPU, times seconds
-//	container_used_gpu_seconds_total{namespace,pod,container,gpu}             the same, while a process was on the GPU
-//	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu}  granted memory times seconds
-//	container_used_memory_byte_seconds_total{namespace,pod,container,gpu}     used memory times seconds
-//	container_sm_seconds_total{namespace,pod,container,gpu}                   used share of its multiprocessors, times seconds
+//	container_granted_gpu_seconds_total{namespace,pod,container,gpu,tier}         granted GPUs times seconds
+//	container_used_gpu_seconds_total{namespace,pod,container,gpu,tier}            the same, with a process there
+//	container_granted_memory_byte_seconds_total{namespace,pod,container,gpu,tier} granted memory times seconds
+//	container_used_memory_byte_seconds_total{namespace,pod,container,gpu,tier}    used memory times seconds
+//	container_sm_seconds_total{namespace,pod,container,gpu,tier}                  used multiprocessors times seconds
+//	container_lent_gpu_seconds_total{namespace,pod,container,gpu}                 granted GPUs that spot pods had
+//	container_lent_memory_byte_seconds_total{namespace,pod,container,gpu}         the same of memory
 //	container_idle_seconds{namespace,pod,container,gpu}                       how long it has had no process on the GPU
 //	usage_journal_up                            1 while the usage journal can be written
 //	usage_records_lost_total                    records that could not be written to it

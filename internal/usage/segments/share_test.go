@@ -163,9 +163,9 @@ func (w *tenants) kill(ns string) {
 // listener is a teller that collects what has ended.
 type listener struct{ ended map[uint64]*usage.Grant }
 
-func (*listener) Granted(*usage.Grant, *usage.Held, time.Time, time.Time, float64) {}
-func (*listener) Used(*usage.Grant, *usage.Held, time.Time, time.Time, usage.Use)  {}
-func (l *listener) Ended(g *usage.Grant)                                           { l.ended[g.Number] = g }
+func (*listener) Granted(*usage.Grant, *usage.Held, time.Time, time.Time, float64, float64) {}
+func (*listener) Used(*usage.Grant, *usage.Held, time.Time, time.Time, usage.Use)           {}
+func (l *listener) Ended(g *usage.Grant)                                                    { l.ended[g.Number] = g }
 
 // look is what the journal says now.
 type look struct {
