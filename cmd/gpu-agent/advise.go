@@ -23,6 +23,7 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/config"
+	account "example.com/gpu-agent/internal/usage"
 	"example.com/gpu-agent/pkg/gpu"
 )
 
@@ -133,6 +134,8 @@ type adviceJSON struct {
 	Partition string   `json:"partition"`
 	Assumes   []string `json:"assumes"`
 	Notes     []string `json:"notes"`
+	// Spot is what a spot tier could have had of the recorded time; nil without a journal.
+	Spot *advise.Recovered `json:"spot,omitempty"`
 
 	told string
 }
@@ -257,6 +260,9 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 		Tried:        len(a.Tried), Possible: a.Possible, All: a.All,
 		Assumes: advise.Assumed(best, d, rules), Notes: a.Notes, told: d.Told(),
 	}
+	if out.Spot, err = r.recovered(j, d, inv); err != nil {
+		return nil, err
+	}
 	if present == nil {
 		out.Notes = append(out.Notes, "The present partition is not among them: the journal does not have all of it. "+
 			"Name it with --config and --partition.")
@@ -268,6 +274,27 @@ func (r *adviceRequest) advise(ctx context.Context, c console) (*adviceJSON, err
 	}
 	out.Partition, err = advise.File(r.partition, best, comments, on)
 	return out, err
+}
+
+// recovered returns what a spot tier could have had of the time of a demand that the journal has; nil if it has none.
+func (r *adviceRequest) recovered(j *advise.Journal, d *advise.Demand, inv *gpu.Inventory) (*advise.Recovered, error) {
+	begin, end := j.Span()
+	if begin.Before(d.Begin) {
+		begin = d.Begin
+	}
+	if end.After(d.End) {
+		end = d.End
+	}
+	if !end.After(begin) {
+		return nil, nil
+	}
+	of := advise.NewRecovery(begin, end)
+	book := account.NewBook(of)
+	if err := readJournal(filepath.Join(r.stateDir, usageDir), begin, book.Apply); err != nil {
+		return nil, err
+	}
+	out := of.Recovered(book, inv, j.Off)
+	return &out, nil
 }
 
 // show fills in Alternatives: the best top results, each by the first partition that has it, the present
@@ -360,6 +387,9 @@ func (a *adviceJSON) print(out io.Writer) error {
 		return err
 	}
 	fmt.Fprintln(out)
+	if a.Spot != nil {
+		fmt.Fprintf(out, "%s\n\n", a.Spot.Lines())
+	}
 	if len(a.Notes) > 0 {
 		fmt.Fprintf(out, "%s\n\n", strings.Join(a.Notes, "\n"))
 	}

@@ -25,7 +25,6 @@ import (
 	"example.com/gpu-agent/internal/agent"
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/guard"
-	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/meter"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs/agentobs"
@@ -299,7 +298,7 @@ func (r *usageReport) sums(c console) error {
 		}
 	}
 	// For people, what no line has is left out.
-	tiers := slices.ContainsFunc(sums, func(s account.Sum) bool { return s.Tier == ledger.Spot.Word() })
+	tiers := slices.ContainsFunc(sums, func(s account.Sum) bool { return s.Tier == account.Spot })
 	columns := []bool{true, true, true, true, true, true, true, tiers, tiers, r.priced}
 	if r.format == "csv" {
 		columns = nil

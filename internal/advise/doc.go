@@ -40,6 +40,12 @@
 //	advice, err := advise.Search(node, present, demand, rules, advise.Limits{Tries: 500})
 //	text, err := advise.File("default", &advice.Tried[0], advise.Assumed(…), node)
 //
+// # A spot tier
+//
+// A [Recovery] adds up what the replay does not show: room that no pod was granted, and room that pods held without a
+// process on it. A spot tier offers the first, and lends the second. It is a bound: whether other work would have come
+// for it, and fitted, the journal does not tell.
+//
 // # Limits
 //
 // The package does not know other nodes, the price of GPUs, how fast a program runs on another

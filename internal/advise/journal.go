@@ -36,6 +36,7 @@ type Journal struct {
 
 type granted struct {
 	allocation, resource string
+	tier                 ledger.Tier
 	since, until         time.Time
 	pieces               []usage.Piece
 	usage.Holder
@@ -64,7 +65,8 @@ func (j *Journal) Apply(r *usage.Record) {
 	case usage.Allocated:
 		if j.grants[r.Grant] == nil {
 			j.grants[r.Grant] = &granted{
-				allocation: r.Allocation, resource: r.Resource, since: r.Time, pieces: r.Pieces, Holder: r.Holder,
+				allocation: r.Allocation, resource: r.Resource, tier: r.Tier, since: r.Time, pieces: r.Pieces,
+				Holder: r.Holder,
 			}
 		}
 	case usage.Named:
@@ -102,7 +104,8 @@ func (j *Journal) adopt(r *usage.Record) {
 	for _, g := range r.Book.Open {
 		open[g.Number] = true
 		if j.grants[g.Number] == nil {
-			of := &granted{allocation: g.Allocation, resource: g.Resource, since: g.Since, Holder: g.Holder}
+			of := &granted{allocation: g.Allocation, resource: g.Resource, tier: g.Tier, since: g.Since,
+				Holder: g.Holder}
 			for i := range g.Held {
 				of.pieces = append(of.pieces, g.Held[i].Piece)
 			}
@@ -165,6 +168,10 @@ func (j *Journal) Demand(t *Trace, o Options) (*Demand, error) {
 	g.others(j)
 	g.refused(j)
 	g.finish()
+	if g.spot > 0 {
+		d.Notes = append(d.Notes, fmt.Sprintf("Spot pods are not replayed, since they take only what others leave free: "+
+			"%d grants.", g.spot))
+	}
 	if j.left > 0 {
 		d.Notes = append(d.Notes, fmt.Sprintf("Records are missing since the journal had no room: %d.",
 			j.left))
@@ -191,6 +198,8 @@ type gathering struct {
 	matched map[int]bool
 	holds   holds
 	unseen  []unseen
+	// spot counts the grants of spot pods.
+	spot int
 }
 
 // unseen is a request that was never served, so its hold time is unknown.
@@ -211,6 +220,10 @@ func (g *gathering) granted(j *Journal) {
 	groups := map[string]*group{}
 	for _, n := range slices.Sorted(maps.Keys(j.grants)) {
 		o := j.grants[n]
+		if o.tier == ledger.Spot {
+			g.spot++
+			continue
+		}
 		key := cmp.Or(o.UID, fmt.Sprint("grant ", n))
 		of := groups[key]
 		if of == nil {
@@ -283,8 +296,11 @@ func (g *gathering) refused(j *Journal) {
 }
 
 // ask returns the ask for n devices of a resource. It is false if the agent offers no such
-// kind.
+// kind, and if spot pods ask for it.
 func (o *Options) ask(resource string, n int) (Ask, bool) {
+	if tier, _ := deviceplugin.TierOf(resource); tier == ledger.Spot {
+		return Ask{}, false
+	}
 	kind, ok := deviceplugin.KindOf(resource)
 	a := Ask{Kind: kind, Count: n}
 	if kind.Together() {

@@ -66,13 +66,15 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 		return err
 	})...)
 	out := &Account{by: q.By}
-	sums := map[string]*usage.Sum{}
+	type line struct{ name, tier string }
+	sums := map[line]*usage.Sum{}
 	for i := range parts {
 		for _, s := range parts[i].Sums {
-			if sums[s.Name] == nil {
-				sums[s.Name] = &usage.Sum{Name: s.Name}
+			of := line{s.Name, cmp.Or(s.Tier, usage.Guaranteed)} // agents without tiers name none
+			if sums[of] == nil {
+				sums[of] = &usage.Sum{Name: of.name, Tier: of.tier}
 			}
-			add(sums[s.Name], &s)
+			add(sums[of], &s)
 		}
 		for _, h := range parts[i].Had {
 			out.Had = append(out.Had, Had{agents[i].Node, h})
@@ -85,7 +87,8 @@ func ReadAccount(ctx context.Context, c *pluginkube.Client, nodes []string, q Ac
 		out.Sums = append(out.Sums, *s)
 	}
 	slices.SortFunc(out.Sums, func(a, b usage.Sum) int {
-		return cmp.Or(cmp.Compare(b.GrantedGPUHours, a.GrantedGPUHours), cmp.Compare(a.Name, b.Name))
+		return cmp.Or(cmp.Compare(b.GrantedGPUHours, a.GrantedGPUHours), cmp.Compare(a.Name, b.Name),
+			cmp.Compare(a.Tier, b.Tier))
 	})
 	return out, errors.Join(failed...)
 }
@@ -96,6 +99,8 @@ func add(s, o *usage.Sum) {
 	s.Grants += o.Grants
 	s.GrantedGPUHours += o.GrantedGPUHours
 	s.GrantedGiBHours += o.GrantedGiBHours
+	s.LentGPUHours += o.LentGPUHours
+	s.LentGiBHours += o.LentGiBHours
 	for _, pair := range []struct{ to, from **float64 }{{&s.UsedGPUHours, &o.UsedGPUHours},
 		{&s.UsedGiBHours, &o.UsedGiBHours}, {&s.SMHours, &o.SMHours}} {
 		switch to, from := *pair.to, *pair.from; {
@@ -127,10 +132,17 @@ func (a *Account) Write(out io.Writer) error {
 	} else {
 		rows = append(rows, []string{strings.ToUpper(cmp.Or(a.by, "namespace")), "GRANTS", "GPU-HOURS GRANTED", "USED",
 			"GiB-HOURS GRANTED", "USED", "SM-HOURS"})
+		tiers := slices.ContainsFunc(a.Sums, func(s usage.Sum) bool { return s.Tier == usage.Spot })
+		if tiers { // otherwise all lines are of one tier, and nothing is lent
+			rows[0] = append(rows[0], "TIER", "GiB-HOURS LENT")
+		}
 		for i := range a.Sums {
 			s := &a.Sums[i]
 			rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), hours(&s.GrantedGPUHours),
 				hours(s.UsedGPUHours), hours(&s.GrantedGiBHours), hours(s.UsedGiBHours), hours(s.SMHours)})
+			if tiers {
+				rows[len(rows)-1] = append(rows[len(rows)-1], s.Tier, hours(&s.LentGiBHours))
+			}
 		}
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)

@@ -35,6 +35,12 @@ type Answer struct {
 	Notes []string `json:"notes,omitempty"`
 }
 
+// Values of Sum.Tier and Had.Tier.
+const (
+	Guaranteed = "guaranteed"
+	Spot       = string(ledger.Spot)
+)
+
 // Sum is one line of a report. Its times are in hours.
 type Sum struct {
 	// Name is the namespace, the pod as "namespace/pod", or the value of a label. It is empty
@@ -155,7 +161,7 @@ func (r *Report) Sum(b *Book) []Sum {
 func Price(sums []Sum, guaranteed, spot float64) {
 	for i := range sums {
 		price := guaranteed
-		if sums[i].Tier == ledger.Spot.Word() {
+		if sums[i].Tier == Spot {
 			price = spot
 		}
 		sums[i].Cost = new(sums[i].GrantedGPUHours * price)
