@@ -52,6 +52,8 @@ func TestAwkwardDriver(t *testing.T) {
 		{"unmap", "to register and release a buffer makes no mapping of the library's own, which would cost more than all the rest", nil},
 		{"smshare", "a process that has a share of the SMs is a client of MPS by the page's values, or has no CUDA", nil},
 		{"turns", "a process without such a share has its environment, and asks no daemon", nil},
+		{"newcomers", "where the page holds newcomers, a program waits in cuInit or before its first context, as long as the agent has the page; " +
+			"no other program waits", nil},
 		{"lacks", "dlsym finds in a fitted library what the driver has, and nothing that it does not have; cuGetProcAddress is as before",
 			[]string{"cuCtxSynchronize_v2", "cuCtxCreate_v4", "cuGraphInstantiateWithParams_ptsz"}},
 	} {
@@ -68,7 +70,7 @@ const awkwardRoot = "/mnt"
 
 // awkward runs a program in front of the driver of driver.c, without the names
 // that this lacks. The program gets the path of the cap's library, of its usage page, and
-// those names, and has nothing to say.
+// those names, and has nothing to say; newcomers gets the limit page, too.
 func awkward(t *testing.T, library []byte, program string, lacks []string) (string, error) {
 	t.Helper()
 	const uuid = gpu.UUID("GPU-5a5a5a5a-5a5a-5a5a-5a5a-5a5a5a5a5a5a")
@@ -106,13 +108,17 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := makePage(filepath.Join(root, limit), 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce); err != nil {
+	// The page is outside, and mounted where the program looks for it.
+	page := filepath.Join(t.TempDir(), aKey, string(uuid))
+	err = errors.Join(os.Mkdir(filepath.Dir(page), 0o755), os.WriteFile(filepath.Join(root, limit), nil, 0o644),
+		makePage(page, 0, Limit{GPU: uuid, Bytes: aGiB, Context: 1 << 20}, nonce))
+	if err != nil {
 		t.Fatal(err)
 	}
 	// An agent that reads every second, and has not yet.
 	for at, word := range map[string]map[int]uint64{"starts": {atEvery: 1000}, "modules": {atEvery: 1000}, "short": {atEvery: 1000, atSure: 1},
 		"smshare": {atPercent: 26}}[program] {
-		f, err := os.OpenFile(filepath.Join(root, limit), os.O_WRONLY, 0)
+		f, err := os.OpenFile(page, os.O_WRONLY, 0)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -138,10 +144,14 @@ func awkward(t *testing.T, library []byte, program string, lacks []string) (stri
 			t.Fatal(err)
 		}
 	}
+	more := lacks
+	if program == "newcomers" {
+		more = []string{page} // there it can be written
+	}
 	// A limit page counts where it is mounted read-only.
 	at := func(name string) string { return filepath.Join(awkwardRoot, name) }
-	cmd := exec.CommandContext(t.Context(), "unshare", append([]string{"--mount", "/bin/sh", "-c", `mount --bind "$0" "$1" && mount --bind "$2" "$2" && mount -o remount,bind,ro "$2" && shift 2 && exec "$@"`,
-		root, awkwardRoot, at(limit), at(program), at(cudaName), at(usage)}, lacks...)...)
+	cmd := exec.CommandContext(t.Context(), "unshare", append([]string{"--mount", "/bin/sh", "-c", `mount --bind "$0" "$1" && mount --bind "$2" "$3" && mount -o remount,bind,ro "$3" && shift 3 && exec "$@"`,
+		root, awkwardRoot, page, at(limit), at(program), at(cudaName), at(usage)}, more...)...)
 	if os.Geteuid() != 0 {
 		cmd.Args = slices.Insert(cmd.Args, 1, "--map-root-user")
 	}

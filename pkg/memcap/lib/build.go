@@ -36,7 +36,7 @@ var (
 	cudaSources = []string{
 		"address.c", "array.c", "attempt.c", "bound.c", "charge.c", "context.c", "count.c", "export.c", "graph.c",
 		"limit.c", "loan.c",
-		"memory.c", "module.c", "mps.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c",
+		"memory.c", "module.c", "mps.c", "newcomer.c", "pool.c", "pools.c", "process.c", "real.c", "reuse.c", "table.c", "view.c", "vmm.c",
 	}
 	nvmlSources = []string{"nvml.c", "real.c"}
 	holdSources = []string{"hold.c", "hold_cgroup.c", "hold_record.c", "hold_state.c"}

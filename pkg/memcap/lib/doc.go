@@ -96,6 +96,12 @@
 // SMs its process has, and since when it has been in cuInit ([Usage.Compute]). Without a percentage
 // nothing of this happens.
 //
+// # What the agent asks
+//
+// A word of the limit page tells programs that they will lose the GPU soon ([ControlYield]), and holds
+// newcomers ([ControlHold]): a process waits in cuInit, and before it makes a context, until the agent
+// clears the bit (c/newcomer.c).
+//
 // # Example
 //
 //	kit, err := lib.Install("/var/lib/gpu-agent")    // the libraries, for the CDI file to mount

@@ -376,16 +376,16 @@ func TestLayout(t *testing.T) {
 		{"limit_page.usage", atUsage}, {"limit_page.since", atSince}, {"limit_page.code", atCode}, {"limit_page.sure", atSure},
 		{"limit_page.nonce", atNonce}, {"limit_page.ceiling", atCeiling}, {"limit_page.stamp", atStamp}, {"limit_page.begun", atBegun},
 		{"limit_page.done", atDone}, {"limit_page.settled", atSettled}, {"limit_page.shown", atShown}, {"limit_page.shown_settled", atShownAt},
-		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf}, {"limit_page.held", atHeld}, {"limit_page.surely", atSurely}, {"limit_page.bare", atBare}, {"limit_page.percent", atPercent},
+		{"limit_page.shown_dead", atDead}, {"limit_page.roof", atRoof}, {"limit_page.roof_stamp", atRoofOf}, {"limit_page.held", atHeld}, {"limit_page.surely", atSurely}, {"limit_page.bare", atBare}, {"limit_page.percent", atPercent}, {"limit_page.control", atControl},
 		{"usage_page.nonce", useNonce}, {"usage_page.bound", useBound}, {"usage_page.asks", useAsks}, {"usage_page.refusals", useRefusals},
 		{"usage_page.peak", usePeak}, {"usage_page.high", useHigh}, {"usage_page.settled", useSettled}, {"usage_page.undone", useUndone},
 		{"usage_page.uncounted", useUncounted}, {"usage_page.guesses", useGuesses}, {"usage_page.attempt", useAttempt}, {"usage_page.borrows", useBorrows},
-		{"usage_page.unmeasured", useUnmeasured}, {"usage_page.unread", useUnread}, {"usage_page.slots", pageSize},
+		{"usage_page.unmeasured", useUnmeasured}, {"usage_page.unread", useUnread}, {"usage_page.waits", useWaits}, {"usage_page.slots", pageSize},
 		{"slot.reserved", slotReserved}, {"slot.committed", slotCommitted}, {"slot.managed", slotManaged}, {"slot.expected", slotExpected},
 		{"slot.contexts", slotContexts}, {"slot.pid", slotPID}, {"slot.pids", slotPIDs}, {"slot.others_reserved", slotOthersReserved}, {"slot.others_committed", slotOthersCommitted},
 		{"slot.promised", slotPromised}, {"slot.exported", slotExported}, {"slot.idle", slotIdle}, {"slot.borrowed", slotBorrowed}, {"slot.lends", slotLends}, {"slot.sms", slotSMs}, {"slot.starting", slotStarting},
 		{"size.limit_page", pageSize}, {"size.usage_page", usageSize}, {"size.slot", slotSize},
-		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most},
+		{"slots", slots}, {"unit", unit}, {"amount_bits", amountBits}, {"most", most}, {"yield", int(ControlYield)}, {"hold", int(ControlHold)},
 	} {
 		fmt.Fprintf(&want, "%s %d\n", f.name, f.at)
 	}

@@ -60,6 +60,7 @@ const (
 	atSurely  = 224
 	atBare    = 232
 	atPercent = 240
+	atControl = 248
 
 	uuidRoom = 64
 
@@ -78,6 +79,7 @@ const (
 
 	useUnmeasured = 208
 	useUnread     = 216
+	useWaits      = 224
 
 	slotReserved  = 0
 	slotCommitted = 8
@@ -420,11 +422,15 @@ func (p mappedPage) word(at int) *uint64    { return (*uint64)(unsafe.Pointer(&p
 func (p mappedPage) load(at int) uint64     { return atomic.LoadUint64(p.word(at)) }
 func (p mappedPage) store(at int, v uint64) { atomic.StoreUint64(p.word(at), v) }
 
-// wake wakes processes that wait for a word to change, at most 64 to bound the work. The others
-// wake up by themselves a few milliseconds later.
-func (p mappedPage) wake(at int) {
+// wake wakes processes that wait for a word to change, at most 64 to bound the work, and returns how
+// many. The others wake up by themselves a little later.
+func (p mappedPage) wake(at int) (woken int) {
 	const futexWake, wakeMost = 1, 64
-	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
+	n, _, errno := unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(p.word(at))), futexWake, wakeMost, 0, 0, 0)
+	if errno != 0 {
+		return 0
+	}
+	return int(n)
 }
 
 // context returns what a context is expected to take, in bytes, and setContext sets it. The page

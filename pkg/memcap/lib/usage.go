@@ -18,7 +18,7 @@ import (
 )
 
 // headSize is the size of the header's used part, in bytes.
-const headSize = useAttempt + 8
+const headSize = useWaits + 8
 
 // Usage is an allocation's usage page of one GPU. The processes of its containers write to the
 // page, so Usage reads it, never maps it, and trusts nothing in it. It is not safe for concurrent
@@ -126,6 +126,7 @@ type Counters struct {
 	// Attempt has two halves. The upper one counts the allocations made without a reservation so
 	// far. The lower one is 1 + the slot of the one under way, or 0.
 	Attempt   uint64
+	Waits     uint64 // how often a process began to wait as a newcomer ([ControlHold])
 	Dead      uint64 // part of Bound that dead processes have left there, at most
 	Lent      uint64 // lent to processes that count what they have on another page (c/loan.h)
 	Borrowed  uint64 // part of Bound that living processes have borrowed from other pages
@@ -164,7 +165,7 @@ func (u *Usage) Read() (Counters, error) {
 	c := Counters{
 		Nonce: at(useNonce), Word: word, Bound: word & amounts * unit,
 		Asks: at(useAsks), Refusals: at(useRefusals), Peak: at(usePeak), Settled: at(useSettled),
-		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses), Attempt: at(useAttempt),
+		Undone: at(useUndone), Uncounted: at(useUncounted), Guesses: at(useGuesses), Attempt: at(useAttempt), Waits: at(useWaits),
 	}
 	high := binary.LittleEndian.Uint32(head[useHigh:])
 	if slot := uint32(c.Attempt); slot > slots || slot != 0 && !u.alive(int(slot)-1) {

@@ -15,8 +15,9 @@ enum { SPOILT = -22 }; /* EINVAL */
 
 struct claim {
     char limit[PATH_ROOM], usage[PATH_ROOM]; /* paths */
-    uint64_t bytes, percent;                 /* the limit and the percentage in the limit page */
+    uint64_t bytes, percent, control;        /* of the limit page */
     bool others;                             /* true: the container has more pairs on the GPU */
+    bool held;                               /* true: one of the GPU's limit pages holds newcomers */
 };
 
 /* open_sized opens a file of exactly that size. It follows no link and does not wait for a pipe,
@@ -73,6 +74,7 @@ static inline bool claim_read(struct claim *c)
     sys_close(fd);
     c->bytes = page.limit;
     c->percent = page.percent;
+    c->control = page.control;
     return ours;
 }
 
@@ -125,6 +127,7 @@ static inline bool claim_offer(void *arg, const char *name)
         !text_join(c.limit, sizeof c.limit, c.limit, "/limit") || !claim_read(&c))
         return false;
     c.others = s->best->others = ++s->all > 1;
+    c.held = s->best->held |= (c.control & CONTROL_HOLD) != 0;
     if ((s->after && !claim_before(s->after, &c)) || (s->found && claim_before(s->best, &c)))
         return false;
     *s->best = c;
@@ -137,6 +140,7 @@ static inline bool claim_offer(void *arg, const char *name)
 static inline bool claim_find(struct claim *best, const char *gpu, const struct claim *after)
 {
     struct claims s = {.best = best, .after = after};
+    best->held = false;
     if (text_join(s.dir, sizeof s.dir, CAP_ALLOCATIONS, gpu) && text_join(s.dir, sizeof s.dir, s.dir, "/"))
         each_name(s.dir, claim_offer, &s);
     return s.found;

@@ -7,12 +7,25 @@
 
 #include "pool.h"
 
+static bool known_device(CUdevice device) { return device >= 0 && device < MAX_DEVICES; }
+
 /* A context's charge is an entry in the table. The context's number is its key and its owner. */
+
+/* await_turn waits if a limit page of the device holds newcomers. A GPU without a limit has a page,
+ * too. */
+static void await_turn(const struct process *p, CUdevice device)
+{
+    const struct account *first = known_device(device) ? &p->accounts[device] : NULL;
+    for (const struct account *a = first; a && a->page; a = a == first ? a->others : a->next)
+        if (__builtin_expect(is_held(a->page), 0))
+            newcomer_waits_on(a->page->uuid);
+}
 
 static enum verdict context_begin(struct process *p, struct charge *c, CUdevice device)
 {
     bool refuse;
     *c = (struct charge){.at.device = device, .a = account_of(p, device, &refuse)};
+    await_turn(p, device);
     if (!c->a)
         return PASS; /* what cannot be counted is refused when the program allocates in the context */
     uint64_t bytes = __atomic_load_n(&c->a->page->context, __ATOMIC_RELAXED);
@@ -103,8 +116,6 @@ EXPORT CUresult cuCtxDestroy(CUcontext context) { OVER(cuCtxDestroy, destroy, co
 
 /* The primary context is counted from the first retain that we see. It is counted until the driver
  * answers, after a release or reset, that the context is not active. */
-
-static bool known_device(CUdevice device) { return device >= 0 && device < MAX_DEVICES; }
 
 static CUresult retain(struct process *p, CUcontext *out, CUdevice device)
 {

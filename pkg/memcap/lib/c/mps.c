@@ -98,11 +98,15 @@ static bool set_variables(uint64_t percent)
 static uint32_t standing(const struct mps *m) { return __atomic_load_n(&m->standing, __ATOMIC_ACQUIRE); }
 static void stand(struct mps *m, enum mps_standing s) { __atomic_store_n(&m->standing, s, __ATOMIC_RELEASE); }
 
-/* look_at looks at one GPU's pages. True: they have a percentage, and *claim is theirs. */
-static bool look_at(void *claim, const char *gpu)
+/* look_at looks at one GPU's pages. True: they have a percentage, and the claim is theirs. It also
+ * notes whether they hold newcomers, so that cuInit need not look again for that. */
+static bool look_at(void *process, const char *gpu)
 {
-    struct claim *c = claim;
-    return claim_find(c, gpu, NULL) && c->percent;
+    struct process *p = process;
+    bool found = claim_find(&p->mps.claim, gpu, NULL);
+    if (found && p->mps.claim.held)
+        __atomic_store_n(&p->held, 1, __ATOMIC_RELEASE);
+    return found && p->mps.claim.percent;
 }
 
 /* is_blind reports whether this process lacks the descriptors to look at pages, of which that takes
@@ -122,12 +126,13 @@ static bool is_blind(void)
 /* has_share reports whether the process must be a client of MPS, or cannot tell: then its standing
  * stays unknown. It opens the page's account, which
  * open_account takes over: no device is known before cuInit, and the slot is needed in it. */
-static bool has_share(struct mps *m)
+static bool has_share(struct process *p)
 {
+    struct mps *m = &p->mps;
     if (__builtin_expect(standing(m) != MPS_UNKNOWN, 1))
         return standing(m) != MPS_NONE;
     spin_lock(&m->lock);
-    if (standing(m) == MPS_UNKNOWN && each_name(CAP_ALLOCATIONS, look_at, &m->claim)) {
+    if (standing(m) == MPS_UNKNOWN && each_name(CAP_ALLOCATIONS, look_at, p)) {
         struct account *a = &m->account;
         m->percent = m->claim.percent < 100 ? m->claim.percent : 100;
         if (account_find(a, m->claim.limit) == 0 && account_open(a, m->claim.usage) == 0)
@@ -205,13 +210,16 @@ COLD static CUresult init(struct mps *m, unsigned int flags)
 EXPORT CUresult cuInit(unsigned int flags)
 {
     struct process *p = ENTER();
-    return p && has_share(&p->mps) ? init(&p->mps, flags) : CALL(cuInit, flags);
+    bool share = p && has_share(p);
+    if (p && __builtin_expect(__atomic_load_n(&p->held, __ATOMIC_ACQUIRE), 0))
+        newcomer_waits(p);
+    return share ? init(&p->mps, flags) : CALL(cuInit, flags);
 }
 
 bool mps_refuses(struct process *p, CUdevice device)
 {
     struct mps *m = p ? &p->mps : NULL;
-    if (!m || !has_share(m))
+    if (!m || !has_share(p))
         return false;
     if (standing(m) == MPS_UNKNOWN || standing(m) == MPS_OUTSIDE || !set_variables(m->percent) || !is_client(m, device))
         return true;

@@ -68,7 +68,15 @@ struct limit_page {
     /* The holder's share of the GPU's SMs under MPS, in percent, from 1 to 100. 0: its processes are
      * no clients of MPS. */
     uint64_t percent;
+    /* What the agent asks of the processes, as bits CONTROL_...; see newcomer.c. The low half is a
+     * futex, on which newcomers wait. */
+    uint64_t control;
 };
+
+/* The bits of control. YIELD: programs should write a checkpoint now, since their container will
+ * lose the GPU soon. HOLD: a process that comes to the GPU waits until the bit is cleared. */
+#define CONTROL_YIELD ((uint64_t)1)
+#define CONTROL_HOLD ((uint64_t)2)
 
 /* bound = [version:24 | units of 512 bytes:40]: how much of this GPU the container's processes may
  * have now. Every change adds one to the version. So if two looks find the same word, it did not
@@ -129,7 +137,8 @@ struct usage_page {
      * account_measure */
     uint64_t unmeasured;
     uint64_t unread;     /* bytes that modules may have taken since then without a charge; see module.c */
-    uint64_t gap3[PAGE / 8 - 28];
+    uint64_t waits;      /* number of times that a process began to wait as a newcomer */
+    uint64_t gap3[PAGE / 8 - 29];
     struct slot slots[]; /* SLOTS of them */
 };
 

@@ -98,6 +98,7 @@ struct process {
     uint32_t ready; /* 1 after the first call; 0 again in a forked child */
     uint32_t lock;  /* guards standing and the recording of pools */
     uint32_t pid;   /* the process that has this memory, if the kernel cannot wipe it; else 1 */
+    uint32_t held;  /* 1 once a limit page was seen to hold newcomers before cuInit; see newcomer.c */
     uint64_t contexts_made; /* the last number that a context got; 0: none yet */
     uint32_t standing[MAX_DEVICES];
     uint64_t primary[MAX_DEVICES]; /* the primary context's handle; 0: none counted */
@@ -151,6 +152,14 @@ static inline struct process *enter(const void *back)
 /* relieve makes this process's pools and graphs give back what they do not use, until there is room
  * for n bytes. */
 void relieve(struct account *a, uint64_t n);
+
+/* newcomer_waits waits as long as a limit page of any GPU holds newcomers. newcomer_waits_on does
+ * the same for the pages of one GPU; the caller has seen that one of them does. */
+COLD void newcomer_waits(struct process *p);
+COLD void newcomer_waits_on(const char *gpu);
+
+/* is_held reports whether a limit page holds newcomers. */
+static inline bool is_held(const struct limit_page *page) { return __atomic_load_n(&page->control, __ATOMIC_ACQUIRE) & CONTROL_HOLD; }
 
 /* mps_refuses reports whether no context may be made on a device, since the process has a share of
  * the SMs and is no client of MPS. mps_made is called after a context was made. mps_account moves

@@ -363,14 +363,15 @@ static int layout(void)
     SAY(limit_page, limit), SAY(limit_page, context), SAY(limit_page, every_ms), SAY(limit_page, uuid);
     SAY(limit_page, usage), SAY(limit_page, since), SAY(limit_page, code), SAY(limit_page, sure), SAY(limit_page, nonce);
     SAY(limit_page, ceiling), SAY(limit_page, stamp), SAY(limit_page, begun), SAY(limit_page, done), SAY(limit_page, settled);
-    SAY(limit_page, shown), SAY(limit_page, shown_settled), SAY(limit_page, shown_dead), SAY(limit_page, roof), SAY(limit_page, roof_stamp), SAY(limit_page, held), SAY(limit_page, surely), SAY(limit_page, bare), SAY(limit_page, percent);
+    SAY(limit_page, shown), SAY(limit_page, shown_settled), SAY(limit_page, shown_dead), SAY(limit_page, roof), SAY(limit_page, roof_stamp), SAY(limit_page, held), SAY(limit_page, surely), SAY(limit_page, bare), SAY(limit_page, percent), SAY(limit_page, control);
     SAY(usage_page, nonce), SAY(usage_page, bound), SAY(usage_page, asks), SAY(usage_page, refusals), SAY(usage_page, peak);
     SAY(usage_page, high), SAY(usage_page, settled), SAY(usage_page, undone), SAY(usage_page, uncounted), SAY(usage_page, guesses), SAY(usage_page, attempt), SAY(usage_page, borrows);
-    SAY(usage_page, unmeasured), SAY(usage_page, unread), SAY(usage_page, slots);
+    SAY(usage_page, unmeasured), SAY(usage_page, unread), SAY(usage_page, waits), SAY(usage_page, slots);
     SAY(slot, reserved), SAY(slot, committed), SAY(slot, managed), SAY(slot, expected), SAY(slot, contexts), SAY(slot, pid), SAY(slot, pids), SAY(slot, others_reserved), SAY(slot, others_committed),
         SAY(slot, promised), SAY(slot, exported), SAY(slot, idle), SAY(slot, borrowed), SAY(slot, lends), SAY(slot, sms), SAY(slot, starting);
     printf("size.limit_page %d\nsize.usage_page %d\nsize.slot %zu\n", PAGE, USAGE_SIZE, sizeof(struct slot));
     printf("slots %d\nunit %llu\namount_bits %d\nmost %llu\n", SLOTS, (unsigned long long)UNIT, AMOUNT_BITS, (unsigned long long)MOST);
+    printf("yield %llu\nhold %llu\n", (unsigned long long)CONTROL_YIELD, (unsigned long long)CONTROL_HOLD);
     printf("magic %s %s\n", LIMIT_MAGIC, USAGE_MAGIC);
     return 0;
 }

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package lib
+
+import (
+	"errors"
+	"os"
+	"testing"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"example.com/gpu-agent/pkg/gpu"
+)
+
+const bGPU = gpu.UUID("GPU-6b6b6b6b-6b6b-6b6b-6b6b-6b6b6b6b6b6b")
+
+// What the agent asks is in each of the allocation's pages, also in one without a limit, and in no
+// other allocation's. It stays until the agent asks something else.
+func TestControl(t *testing.T) {
+	p := somePages(t)
+	limits := []Limit{{GPU: aGPU, Bytes: 4 << 30}, {GPU: bGPU, Bytes: None}}
+	paths, err := p.Write(aKey, time.Second, limits)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := p.Write("other", time.Second, limits[:1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	says := func(path string) uint64 {
+		t.Helper()
+		page, err := mapPage(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer page.unmap()
+		return page.load(atControl)
+	}
+	for _, bits := range []uint64{ControlHold, ControlHold | ControlYield, ControlYield, 0, ControlHold} {
+		if err := p.Control(aKey, bits); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := p.Write(aKey, time.Second, limits); err != nil {
+			t.Fatal(err)
+		}
+		for u, page := range paths {
+			if got := says(page.Limit); got != bits {
+				t.Errorf("the page of %s says %d, want %d", u, got, bits)
+			}
+		}
+		if got := says(other[aGPU].Limit); got != 0 {
+			t.Errorf("another allocation's page says %d", got)
+		}
+	}
+	// One page that is broken takes nothing from the other.
+	if err := os.Truncate(paths[aGPU].Limit, 100); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Control(aKey, ControlYield); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("a broken page: %v", err)
+	}
+	if got := says(paths[bGPU].Limit); got != ControlYield {
+		t.Errorf("beside a broken page: %d", got)
+	}
+	for _, c := range []struct {
+		key  string
+		bits uint64
+		want error
+	}{{"none", ControlHold, gpu.ErrNotFound}, {"../" + aKey, ControlHold, gpu.ErrInvalid}, {aKey, 4, gpu.ErrInvalid}, {aKey, 1 << 32, gpu.ErrInvalid}} {
+		if err := p.Control(c.key, c.bits); !errors.Is(err, c.want) {
+			t.Errorf("Control(%q, %#x): %v, want %v", c.key, c.bits, err, c.want)
+		}
+	}
+	if _, err := p.Newcomers("none"); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("newcomers of no allocation: %v", err)
+	}
+}
+
+// A process that waits on the word is counted as long as it waits, and woken at a change.
+func TestNewcomers(t *testing.T) {
+	p := somePages(t)
+	paths, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: None}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Control(aKey, ControlHold); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := p.Newcomers(aKey); n != 0 || err != nil {
+		t.Fatalf("%d newcomers, %v", n, err)
+	}
+	page, err := mapPage(paths[aGPU].Limit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer page.unmap()
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		for page.load(atControl)&ControlHold != 0 {
+			word := uintptr(unsafe.Pointer(page.word(atControl)))
+			_, _, _ = unix.Syscall6(unix.SYS_FUTEX, word, 0, uintptr(ControlHold), 0, 0, 0)
+		}
+	}()
+	for range 3 {
+		for n := 0; n != 1; {
+			if n, err = p.Newcomers(aKey); err != nil || n > 1 {
+				t.Fatalf("%d newcomers, %v", n, err)
+			}
+		}
+	}
+	if err := p.Control(aKey, ControlYield); err != nil {
+		t.Fatal(err)
+	}
+	<-gone // without a wake it waits for ever
+	if n, err := p.Newcomers(aKey); n != 0 || err != nil {
+		t.Errorf("%d newcomers in the end, %v", n, err)
+	}
+}
+
+// Waits of processes are in the usage page's header.
+func TestWaitsAreRead(t *testing.T) {
+	p := somePages(t)
+	paths, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 4 << 30}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.OpenFile(paths[aGPU].Usage, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if _, err := f.WriteAt([]byte{3}, useWaits); err != nil {
+		t.Fatal(err)
+	}
+	u, err := p.OpenUsage(aKey, aGPU)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	if c, err := u.Read(); err != nil || c.Waits != 3 {
+		t.Errorf("%d waits, %v, want 3", c.Waits, err)
+	}
+}
