@@ -21,6 +21,7 @@ const (
 	AllocationsDir = Root + "/allocations"              // the pages; see PagesDir
 	MPSDir         = Root + "/mps"                      // the pipe directory of the GPU's MPS daemon, with its beat file
 	OpenMark       = Root + "/open"                     // if it exists, what cannot be counted is allowed
+	YieldFile      = Root + "/yield"                    // in the spot tier: by when the room is taken back; see Pages.Notice
 )
 
 // compatDirs are patterns of the directories where images bring driver libraries of their own.

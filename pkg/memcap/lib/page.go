@@ -140,7 +140,7 @@ type Page struct {
 //
 // The methods are safe for concurrent use. Only one process at a time may use a directory.
 type Pages struct {
-	dir, usage string
+	dir, usage, notices string
 	// mu guards what is stored in pages: a change of the limit also moves the ceiling that a Meter
 	// has written.
 	mu sync.Mutex
@@ -148,10 +148,11 @@ type Pages struct {
 
 // OpenPages opens the pages below the agent's state directory, and creates their folders.
 func OpenPages(dir string) (*Pages, error) {
-	p := &Pages{dir: filepath.Join(dir, "cap", limitsName), usage: filepath.Join(dir, "cap", usageName)}
+	p := &Pages{dir: filepath.Join(dir, "cap", limitsName), usage: filepath.Join(dir, "cap", usageName),
+		notices: filepath.Join(dir, "cap", noticesName)}
 	// On the host only root may reach the usage pages, since any user of a container may write to
 	// them.
-	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700)); err != nil {
+	if err := errors.Join(os.MkdirAll(p.dir, 0o755), os.MkdirAll(p.usage, 0o700), os.MkdirAll(p.notices, 0o755)); err != nil {
 		return nil, fmt.Errorf("make folders of allocations' pages: %w", err)
 	}
 	return p, nil
@@ -315,7 +316,7 @@ func makePage(path string, everyMS uint64, l Limit, usage uint64) error {
 	})
 }
 
-// Remove removes an allocation's pages, if it has any. A container that has them mounted keeps
+// Remove removes an allocation's pages and its notice, if it has any. A container that has them mounted keeps
 // them. Remove can take some hundredths of a second; meanwhile the pages of other allocations may
 // be written. It must not run at the same time as a Write of the same key.
 func (p *Pages) Remove(key string) error {
@@ -328,7 +329,9 @@ func (p *Pages) Remove(key string) error {
 	if err == nil {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		err = os.RemoveAll(filepath.Join(p.dir, key))
+		if err = os.Remove(filepath.Join(p.notices, key)); err == nil || errors.Is(err, fs.ErrNotExist) {
+			err = os.RemoveAll(filepath.Join(p.dir, key))
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("remove pages of allocation %s: %w", key, err)
