@@ -22,21 +22,15 @@ import (
 // offenceHandler acts on offences: it reports them, ends containers and evicts pods. It works in
 // goroutines of its own, so that looks go on meanwhile.
 type offenceHandler struct {
+	*reaper
 	driver       Driver
-	proc         Proc
-	runtime      Runtime
 	cluster      Cluster // nil if there is no API server
 	observer     Observer
-	log          *guardLog
 	endIntruders bool
 	evictAfter   int
-	shares       Shares // nil if no GPU is under MPS
 
 	// found counts the intruders that were found, kills the containers that were ended.
 	found, kills atomic.Uint64
-	// detached counts the clients of MPS that were detached before their end, and undetached those whose
-	// daemon has not answered in time.
-	detached, undetached atomic.Uint64
 
 	mu sync.Mutex
 	// Guarded by mu:
@@ -151,10 +145,7 @@ func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Ve
 			[]any{"container", v.Container, "pod", c.Namespace + "/" + c.Pod})
 		return
 	}
-	ectx, cancel := context.WithTimeout(ctx, endTimeout)
-	defer cancel()
-	h.detach(ectx, who(c), h.inContainer(owner.ID))
-	how, err := h.runtime.End(ectx, owner)
+	how, err := h.reaper.end(ctx, owner, who(c))
 	if errors.Is(err, gpu.ErrNotFound) && c.Name != "" { // the same error for an unlisted one
 		h.log.Info("an offender has ended by itself", "container", v.Container, "pod", c.Namespace+"/"+c.Pod)
 		return
@@ -219,8 +210,6 @@ func (h *offenceHandler) tellNode(kind agentkube.EventType, reason, message stri
 		h.cluster.Event(workload.Pod{}, kind, reason, message)
 	}
 }
-
-func (h *offenceHandler) detaches() (done, not uint64) { return h.detached.Load(), h.undetached.Load() }
 
 func (h *offenceHandler) counts() (found, kills uint64) { return h.found.Load(), h.kills.Load() }
 

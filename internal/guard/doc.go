@@ -60,10 +60,11 @@
 //     order (baseline). It keeps what the last look at each found (finding).
 //   - The examiner looks. It has the roster of containers and the tallies of their counters.
 //   - The limits remember what the driver was asked to enforce.
+//   - The reaper ends containers, for offences and for the agent's loop ([Guard.End]).
 //   - The offenceHandler acts on offences while looks go on. Its mutex guards the set of containers
 //     that it is ending.
 //
-// All but the last belongs to Run's goroutine and has no lock.
+// All but the last two belong to Run's goroutine and have no lock.
 //
 // # What it does about an offence
 //

@@ -200,6 +200,7 @@ type Guard struct {
 	allocations Allocations
 	proc        Proc
 	log         *guardLog
+	reaper      *reaper
 	examiner    gpuExaminer
 	state       atomic.Pointer[State]
 
@@ -280,13 +281,14 @@ func New(o Options, w Worlds) *Guard {
 		o.Every = DefaultEvery
 	}
 	v := &guardLog{Logger: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
+	by := &reaper{proc: w.Proc, runtime: w.Runtime, shares: w.Shares, log: v}
 	offences := &offenceHandler{
-		driver: w.Driver, proc: w.Proc, runtime: w.Runtime, cluster: w.Cluster, observer: w.Observer, log: v,
-		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter, shares: w.Shares,
+		reaper: by, driver: w.Driver, cluster: w.Cluster, observer: w.Observer,
+		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
 		ending: map[string]bool{}, ended: map[string]bool{},
 	}
 	g := &Guard{
-		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v,
+		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v, reaper: by,
 		examiner: &examiner{
 			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
 			judge: memcap.NewJudge(o.Policy), log: v, handler: offences,

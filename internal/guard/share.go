@@ -5,7 +5,6 @@ package guard
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"maps"
 	"slices"
 	"time"
@@ -248,53 +247,5 @@ func (e *examiner) lookForStuck(d *gpu.Device, by *Daemon, starting time.Duratio
 	if waited := s.shares.Now() - starting; waited >= stuckAfter {
 		s.stuck[d.UUID] = now
 		s.shares.Fault(d.UUID, fmt.Sprintf("a program has waited for its MPS server for %v", waited.Round(time.Second)))
-	}
-}
-
-// detach detaches all clients of a container from the servers of MPS before the container is ended: the
-// end of a client that computes ends the work of its neighbours. A daemon that does not answer in time
-// is counted, and keeps the container no longer.
-func (h *offenceHandler) detach(ctx context.Context, what string, in func(pid int) bool) {
-	if h.shares == nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(ctx, detachTimeout)
-	defer cancel()
-	daemons := h.shares.Daemons()
-	for _, u := range slices.Sorted(maps.Keys(daemons)) {
-		var clients []int
-		for _, pid := range slices.Sorted(maps.Keys(daemons[u].Clients)) {
-			if in(pid) {
-				clients = append(clients, pid)
-			}
-		}
-		if len(clients) == 0 {
-			continue
-		}
-		timedOut, err := h.shares.Detach(ctx, u, clients)
-		if err != nil {
-			timedOut = len(clients)
-		}
-		h.detached.Add(uint64(len(clients) - timedOut))
-		h.undetached.Add(uint64(timedOut))
-		if err != nil || timedOut > 0 {
-			h.log.ration.Log(slog.LevelWarn, "clients of MPS were not detached before their end; it may end the work of others",
-				[]any{"what", what, "gpu", u}, "clients", timedOut, "err", err)
-		}
-	}
-}
-
-// inContainer reports whether a process is in a container, and inPod whether it is in a pod.
-func (h *offenceHandler) inContainer(id string) func(pid int) bool {
-	return func(pid int) bool {
-		o, err := h.proc.Container(pid)
-		return err == nil && o.ID == id
-	}
-}
-
-func (h *offenceHandler) inPod(uid string) func(pid int) bool {
-	return func(pid int) bool {
-		o, _ := h.proc.Container(pid) // what is in no container has the pod alone
-		return uid != "" && o.PodUID == uid
 	}
 }

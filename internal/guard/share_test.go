@@ -288,7 +288,7 @@ func TestDetachBeforeEveryEnd(t *testing.T) {
 	w := newWorld()
 	var log guardLog
 	log.Logger = discard()
-	h := &offenceHandler{proc: w, runtime: ender{w, s}, cluster: w, observer: w, log: &log, shares: s,
+	h := &offenceHandler{reaper: &reaper{proc: w, runtime: ender{w, s}, shares: s, log: &log}, cluster: w, observer: w,
 		ending: map[string]bool{}, ended: map[string]bool{}}
 	log.ration = rationed()
 	clients, pid := map[string][]int{}, 100
@@ -375,10 +375,28 @@ func TestDetachBeforeEviction(t *testing.T) {
 	w := newWorld()
 	w.container("a", []int{10, 11}, gib, gpu0)
 	w.container("b", []int{20}, gib, gpu0)
-	h := &offenceHandler{proc: w, cluster: evicter{w, s}, observer: w, log: &guardLog{Logger: discard(), ration: rationed()}, shares: s}
+	by := &reaper{proc: w, shares: s, log: &guardLog{Logger: discard(), ration: rationed()}}
+	h := &offenceHandler{reaper: by, cluster: evicter{w, s}, observer: w}
 	c := w.containers["a"]
 	h.evict(t.Context(), &c, 3)
 	if want := []string{"detach [10 11]", "evict work/pod-a"}; !slices.Equal(s.calls, want) {
+		t.Errorf("%q, want %q", s.calls, want)
+	}
+}
+
+// TestEndForAnother: a container that is ended for another component has its clients detached first, too, also while
+// the watchdog does not run.
+func TestEndForAnother(t *testing.T) {
+	s := &daemons{of: map[gpu.UUID]Daemon{gpu0: {Clients: map[int]bool{10: true, 20: true}}}}
+	w := newWorld()
+	w.container("a", []int{10, 11}, gib, gpu0)
+	w.container("b", []int{20}, gib, gpu0)
+	g := New(Options{Log: discard()}, Worlds{Driver: w, Allocations: w, Proc: w, Runtime: ender{w, s}, Pages: w, Observer: w, Shares: s})
+	c := w.containers["a"]
+	if _, err := g.End(t.Context(), &c); err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"detach [10]", "end a"}; !slices.Equal(s.calls, want) {
 		t.Errorf("%q, want %q", s.calls, want)
 	}
 }
