@@ -355,13 +355,13 @@ func Make(in Input) Changes {
 			out.Work = append(out.Work, Work{GPU: d.UUID, Steps: []mig.Step{{Op: mig.Disable}}})
 		}
 	}
-	in.offerSpot(want, all, &out)
+	in.offerSpot(want, &out)
+	out.Yields = yields(all, &out)
 	return out
 }
 
-// offerSpot sets how the GPUs' room is offered to spot pods, and asks the spot holders of all to yield that a
-// change waits for, or whose pieces the layouts no longer have.
-func (in *Input) offerSpot(want map[gpu.UUID]config.Want, all []ledger.Allocation, out *Changes) {
+// offerSpot sets how the GPUs' room is offered to spot pods.
+func (in *Input) offerSpot(want map[gpu.UUID]config.Want, out *Changes) {
 	for u, c := range out.Layouts {
 		switch w := want[u]; {
 		case !c.Through(ledger.DevicePlugin) || out.Blocks(u):
@@ -373,19 +373,37 @@ func (in *Input) offerSpot(want map[gpu.UUID]config.Want, all []ledger.Allocatio
 		}
 		out.Layouts[u] = c
 	}
+}
+
+// yields returns the spot allocations that changes wait for, and those whose pieces the layouts no longer have. One
+// that has given its room back to a change gets it back when the change is in force, and its GPU has such a piece.
+// Otherwise the next plan would find a holder again.
+func yields(all []ledger.Allocation, out *Changes) map[string]bool {
+	changes := map[gpu.UUID]bool{}
+	for _, u := range out.Changing {
+		changes[u] = true
+	}
+	for _, w := range out.Work {
+		changes[w.GPU] = true
+	}
+	for _, b := range out.Blocked {
+		changes[b.GPU] = true
+	}
+	var ids map[string]bool
 	for i := range all {
 		a := &all[i]
-		if a.Tier != ledger.Spot {
-			continue
+		waits := func(b Blocked) bool { return !a.Out() && b.waitsFor(a) }
+		yielded := func(g ledger.Grant) bool {
+			return a.Out() && a.Yield.Layout && changes[g.GPU] || out.Layouts[g.GPU].lacks(&g)
 		}
-		if slices.ContainsFunc(out.Blocked, func(b Blocked) bool { return b.waitsFor(a) }) ||
-			slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return out.Layouts[g.GPU].lacks(&g) }) {
-			if out.Yields == nil {
-				out.Yields = map[string]bool{}
+		if a.Tier == ledger.Spot && (slices.ContainsFunc(out.Blocked, waits) || slices.ContainsFunc(a.Grants, yielded)) {
+			if ids == nil {
+				ids = map[string]bool{}
 			}
-			out.Yields[a.ID] = true
+			ids[a.ID] = true
 		}
 	}
+	return ids
 }
 
 // lacks reports whether a known layout does not have a grant's piece for the device plugin.

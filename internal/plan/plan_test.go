@@ -644,6 +644,18 @@ func TestChangesAndSpot(t *testing.T) {
 	if off := Make(in); off.Layouts[uuid(2)].Spot.On || !off.Layouts[uuid(1)].Spot.On || len(off.Changing)+len(off.Blocked) > 0 {
 		t.Errorf("spot taken back: %+v, changing %v, blocked %v", off.Layouts, off.Changing, off.Blocked)
 	}
+	// One that has yielded starts again neither before its GPU is changed, nor while other holders keep the GPU as it is.
+	in.Wanted, in.Layouts = wanted, layouts
+	in.Allocations[0], in.Allocations[5] = gone(in.Allocations[0]), gone(in.Allocations[5])
+	got = Make(in)
+	if diff := cmp.Diff(map[string]bool{"s": true, "t": true, "x": true}, got.Yields); diff != "" {
+		t.Errorf("yields before the change (-want +got):\n%s", diff)
+	}
+	in.Layouts = got.Layouts
+	got = Make(in)
+	if diff := cmp.Diff(map[string]bool{"s": true, "t": true, "x": true}, got.Yields); diff != "" { // whole GPUs have no units
+		t.Errorf("yields after it (-want +got):\n%s", diff)
+	}
 }
 
 // A change of a MIG geometry makes those spot holders yield that are in its way. A container on demand gets the
