@@ -542,7 +542,10 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 	create("/api/v1/namespaces", fields{"apiVersion": "v1", "kind": "Namespace", "metadata": fields{"name": "train"}})
 	create(train+"/serviceaccounts", fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}})
 	type pod struct {
-		Metadata struct{ UID, DeletionTimestamp string }
+		Metadata struct {
+			UID, DeletionTimestamp     string
+			DeletionGracePeriodSeconds int
+		}
 	}
 	read := func(name string) pod {
 		t.Helper()
@@ -553,11 +556,12 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 		return p
 	}
 	// A pod that a kubelet has reported as running, and ready.
+	limits := fields{}
 	start := func(name, app string) workload.Pod {
 		t.Helper()
 		create(train+"/pods", fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name, "labels": fields{"app": app}},
 			"spec": fields{"nodeName": "node-1", "automountServiceAccountToken": false, "tolerations": []fields{{"operator": "Exists"}},
-				"containers": []fields{{"name": "main", "image": "none"}}}})
+				"containers": []fields{{"name": "first", "image": "none"}, {"name": "main", "image": "none", "resources": fields{"limits": limits}}}}})
 		if err := s.do(t, nil, http.MethodPatch, train+"/pods/"+name+"/status", strategic, fields{"status": fields{"phase": "Running",
 			"conditions": []fields{{"type": "Ready", "status": "True"}}}}, nil); err != nil {
 			t.Fatal(err)
@@ -622,6 +626,18 @@ func (s *apiServer) tryEvictions(t *testing.T) {
 		if at := read(p.Name).Metadata.DeletionTimestamp; at != "" {
 			t.Errorf("%s is being deleted since %s", p, at)
 		}
+	}
+	// Only a pod of the spot tier is given another grace than its own.
+	if err := client.EvictWithin(ctx, free, 7*time.Second); err == nil || !strings.Contains(err.Error(), "unless it asks for a resource of the spot tier") {
+		t.Errorf("a guaranteed pod, with another grace: %v", err)
+	}
+	limits = fields{"example.com/gpu-mem.spot": "2"}
+	spot := start("spot", "spot")
+	if err := client.EvictWithin(ctx, spot, 7*time.Second); err != nil {
+		t.Errorf("a pod of the spot tier: %v", err)
+	}
+	if is := read("spot").Metadata; is.DeletionTimestamp == "" || is.DeletionGracePeriodSeconds != 7 {
+		t.Errorf("the pod of the spot tier: %+v", is)
 	}
 	if err := client.Evict(ctx, free); err != nil {
 		t.Fatal(err)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -48,7 +49,17 @@ var ErrBudget = errors.New("a disruption budget forbids it now")
 // error wraps gpu.ErrNotFound. The UID is no secret: in that case the server's refusal contains the
 // right one. If a budget forbids the eviction, the error wraps ErrBudget and has the server's
 // message.
-func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
+func (c *Client) Evict(ctx context.Context, p workload.Pod) error { return c.evict(ctx, p, nil) }
+
+// EvictWithin is Evict with a grace period in place of the pod's own, in whole seconds and at least one:
+// zero would delete the pod before its containers have ended. The admission policy permits it only for pods
+// that ask for a resource of the spot tier.
+func (c *Client) EvictWithin(ctx context.Context, p workload.Pod, grace time.Duration) error {
+	seconds := max(1, int64((grace+time.Second-1)/time.Second))
+	return c.evict(ctx, p, &seconds)
+}
+
+func (c *Client) evict(ctx context.Context, p workload.Pod, grace *int64) error {
 	if p.Namespace == "" || p.Name == "" || p.UID == "" {
 		return fmt.Errorf("evict pod %q with UID %q: a namespace, a name and a UID are needed, "+
 			"so that no other pod is evicted", p, p.UID)
@@ -56,7 +67,7 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 	bounded, cancel := context.WithTimeout(ctx, c.server.Timing.Request)
 	defer cancel()
 	done, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).
-		Create(bounded, evictionOf(p, evictionLabels), metav1.CreateOptions{}, "eviction")
+		Create(bounded, evictionOf(p, evictionLabels, grace), metav1.CreateOptions{}, "eviction")
 	failed := err
 	if err == nil {
 		err = refused(done)
@@ -85,9 +96,12 @@ func (c *Client) Evict(ctx context.Context, p workload.Pod) error {
 }
 
 // evictionOf returns the request to evict a pod. If the pod has no UID, the request has no
-// precondition.
-func evictionOf(p workload.Pod, labels map[string]any) *unstructured.Unstructured {
+// precondition. If grace is nil, the pod has its own grace period.
+func evictionOf(p workload.Pod, labels map[string]any, grace *int64) *unstructured.Unstructured {
 	options := map[string]any{}
+	if grace != nil {
+		options["gracePeriodSeconds"] = *grace
+	}
 	if p.UID != "" {
 		options["preconditions"] = map[string]any{"uid": p.UID}
 	}

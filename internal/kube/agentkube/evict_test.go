@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/kube/kubetest"
 	"example.com/gpu-agent/internal/workload"
@@ -46,6 +47,27 @@ func TestEvict(t *testing.T) {
 	}
 	if n := j.Count("level=WARN"); n != 0 {
 		t.Errorf("%d warnings about a server that is well", n)
+	}
+}
+
+// The grace period is whole seconds, rounded up, and never zero, which would delete the pod at once.
+func TestEvictWithin(t *testing.T) {
+	for _, test := range []struct {
+		grace time.Duration
+		want  string
+	}{
+		{20 * time.Second, `"gracePeriodSeconds":20,`}, {1200 * time.Millisecond, `"gracePeriodSeconds":2,`},
+		{0, `"gracePeriodSeconds":1,`}, {-time.Minute, `"gracePeriodSeconds":1,`},
+	} {
+		s := newServer(t)
+		s.Pod("train", "job-1", "u-1")
+		c, _ := connect(t, s)
+		if err := c.EvictWithin(t.Context(), workload.Pod{Namespace: "train", Name: "job-1", UID: "u-1"}, test.grace); err != nil {
+			t.Fatal(err)
+		}
+		if asked := s.Asked("create pods/eviction train/job-1 "); len(asked) != 1 || !strings.Contains(asked[0], test.want) || !strings.Contains(asked[0], `"uid":"u-1"`) {
+			t.Errorf("within %v: asked %q, want %s", test.grace, asked, test.want)
+		}
 	}
 }
 

@@ -115,7 +115,7 @@ func (c *Client) attempts(o PolicyOptions) []attempt {
 	evict := func(p workload.Pod, labels map[string]any) func(context.Context) error {
 		return func(ctx context.Context) error {
 			_, err := c.server.API.Resource(kube.Pods).Namespace(p.Namespace).
-				Create(ctx, evictionOf(p, labels), metav1.CreateOptions{DryRun: dry}, "eviction")
+				Create(ctx, evictionOf(p, labels, nil), metav1.CreateOptions{DryRun: dry}, "eviction")
 			return err
 		}
 	}
