@@ -47,6 +47,7 @@ func agentPage(t *testing.T) string {
 	metrics.GPUEvent(gpu.Event{GPU: "GPU-1", Kind: gpu.EventXid, Xid: 79})
 	metrics.MIGStep("create", "1g.10gb", 0, nil)
 	metrics.Wish("1g.10gb", 0)
+	metrics.Yielded("ended", 0)
 	good := func() error { return nil }
 	return page(t, agentobs.New(agentobs.Options{
 		Logger: slog.New(slog.DiscardHandler), Healthy: good, Ready: good, Metrics: metrics,

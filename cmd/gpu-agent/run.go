@@ -54,6 +54,7 @@ type runFlags struct {
 	health     healthFlags
 	schedulers schedulerFlags
 	layout     layoutFlags
+	tier       tierFlags
 	labels     labelFlags
 	numaHints  command.Choice
 	usage      usageFlags
@@ -76,6 +77,7 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	f.schedulers.register(fs)
 	httpFlag(fs, &f.http)
 	f.layout.register(fs)
+	f.tier.register(fs)
 	f.labels.register(fs)
 	none, fixed, all := string(deviceplugin.AlignNone), string(deviceplugin.AlignFixed), string(deviceplugin.AlignAll)
 	f.numaHints = command.Choice{Value: fixed, Of: []string{none, fixed, all}}
@@ -96,7 +98,7 @@ func (f *runFlags) complete() error {
 		return command.Usagef("--domain: nvidia.com is the domain of NVIDIA's own labels, which mean other things; " +
 			"--resource-domain nvidia.com gives the resources its names")
 	}
-	for _, part := range []interface{ complete() error }{&f.layout, &f.health, &f.cap, &f.usage} {
+	for _, part := range []interface{ complete() error }{&f.layout, &f.tier, &f.health, &f.cap, &f.usage} {
 		if err := part.complete(); err != nil {
 			return err
 		}
@@ -210,6 +212,8 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		Observer:   &agent.HeapLimit{Observer: d.metrics, Listed: func() int { return d.loop.Listed() }},
 		Account:    f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
 		Containers: func() []status.Container { return d.watchdog.State().Containers },
+		End:        func(ctx context.Context, c *node.Container) (string, error) { return d.watchdog.End(ctx, c) },
+		Yields:     d.metrics,
 	}
 	limiter := guard.ByCgroup{Driver: d.driver, Runtime: d.runtime}
 	d.worlds.Limits = limiter
@@ -261,6 +265,7 @@ func (f *runFlags) options(boot string, log *slog.Logger) agent.Options {
 		NeverReset:     f.layout.reset.Value == "never",
 		OpenCaps:       f.cap.policy.Value == "open",
 		MPS:            true,
+		YieldGrace:     f.tier.grace,
 		StateDir:       f.node.stateDir,
 		Boot:           boot,
 		Node:           f.nodeName,
@@ -331,7 +336,7 @@ func (d *daemon) connect(f *runFlags) error {
 		},
 	}
 	if f.cap.evictAfter > 0 {
-		d.worlds.DRA.Evict = d.cluster.Evict
+		d.worlds.DRA.Evict, d.worlds.Evict = d.cluster.Evict, d.cluster.EvictWithin
 	}
 	return nil
 }

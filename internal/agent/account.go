@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/meter"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/usage"
@@ -132,6 +133,12 @@ func (c *Account) evicting(evict func(context.Context, workload.Pod) error) func
 func (c *Account) evicted(p workload.Pod, why status.Reason, message string) {
 	c.note(usage.Record{Event: usage.Evicted, Reason: why, Message: message,
 		Holder: usage.Holder{Namespace: p.Namespace, Pod: p.Name, UID: p.UID}})
+}
+
+// killed records a container that the agent has ended.
+func (c *Account) killed(k *node.Container, why status.Reason, message string) {
+	c.note(usage.Record{Event: usage.Killed, Reason: why, Message: message,
+		Holder: usage.Holder{Namespace: k.Namespace, Pod: k.Pod, UID: k.PodUID, Container: k.Name}})
 }
 
 // recordStep records a step of a change to a GPU's MIG mode or instances.

@@ -104,6 +104,9 @@ type Options struct {
 	// OpenCaps is true if containers may run without a memory cap where the in-process cap cannot
 	// work (--cap-policy open).
 	OpenCaps bool
+	// YieldGrace is how long a spot allocation may keep its room after a guaranteed one was given it
+	// (--yield-grace). Zero ends its container at once.
+	YieldGrace time.Duration
 	// StateDir is the agent's state directory, as it is on the host.
 	StateDir string
 	// Node is the node's name, empty if there is no cluster.
@@ -184,7 +187,7 @@ func New(o Options, w Worlds) *Agent {
 	reporter := newReporter(l.ledger, w.Plugins, claims, o.Log, func() { poke(news) })
 	announcer := newAnnouncer(&o, &w, reporter.last, front.Offer, l.ledger.Allocations, waker.wake, news)
 	l.mail.told, l.reporter = announcer.setNode, reporter
-	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering,
+	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering, grace: o.YieldGrace,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
 		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse, daemons: l.mps.latest,
 		containers: w.containers}
@@ -194,12 +197,15 @@ func New(o Options, w Worlds) *Agent {
 	}, shown.ready, o.Log)
 	w.Account.begin(l.ledger, &w, reporter.last, waker.wake, o.Log)
 
+	yields := newYielder(&o, &w, l.ledger, front, l.witnesses, l.ration)
 	bg := &background{
 		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
-		afterRound: []func(bool){object.turn, w.Account.round},
+		afterRound: []func(bool){object.turn, w.Account.round, yields.turn},
 	}
 	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
 		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
+	bg.add(true, yields.run)
+	bg.add(w.Evict != nil, yields.evictAll)
 	bg.add(w.MPS != nil, l.mps.follow)
 	bg.add(w.Cluster != nil || w.Features != nil, announcer.run)
 	bg.add(w.GPUNodes != nil, object.run)

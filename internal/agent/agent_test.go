@@ -95,6 +95,10 @@ type outside struct {
 	dra           *scheduled // nil where there is no DRA
 	gpuNodes      *gpuNodes  // nil where there are none
 	holdersIn     gpunode.HoldersIn
+	// ended are containers that have ended, by ID, and yields how spot allocations give their room back;
+	// nil where none does.
+	ended  map[string]bool
+	yields *yields
 	// The API server.
 	patchErr    error
 	labels      map[string]string
@@ -300,6 +304,9 @@ func (o runtime) containers() []node.Container {
 		out = append(out, node.Container{Namespace: ownPod.Namespace, Pod: ownPod.Name, Running: true})
 	}
 	for _, h := range o.holdings {
+		if o.ended[h.Pod+h.Container] {
+			continue
+		}
 		key := cdi.Key(h.Resource, h.IDs)
 		name := cdi.AnnotationName("example.com", key)
 		out = append(out, node.Container{ID: h.Pod + h.Container, PodUID: "uid-" + h.Pod, Namespace: h.Namespace, Pod: h.Pod, Name: h.Container,
@@ -453,7 +460,7 @@ func (l *logBuffer) String() string {
 var ownPod = workload.Pod{Namespace: "gpu-agent", Name: "gpu-agent-x"}
 
 func newOutside(gpus int) *outside {
-	return &outside{
+	return &outside{ended: map[string]bool{},
 		inv: machine(gpus), caps: &pages{}, unit: unit, slices: map[gpu.UUID]gpu.TimeSlice{}, pods: []workload.Pod{ownPod},
 		labels: map[string]string{}, annotations: map[string]string{},
 		boot: "this", made: map[string]time.Time{}, granted: map[string]string{}, figures: map[gpu.UUID]gpu.Health{},
@@ -495,7 +502,14 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	if o.mps != nil {
 		worlds.MPS = o.mps
 	}
-	b.Agent = New(Options{StateDir: "/state", MPS: o.mps != nil,
+	var grace time.Duration
+	if y := o.yields; y != nil {
+		worlds.End, worlds.Yields, grace = y.End, y, y.grace
+		if y.evicts {
+			worlds.Evict = y.Evict
+		}
+	}
+	b.Agent = New(Options{StateDir: "/state", MPS: o.mps != nil, YieldGrace: grace,
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,
 		Labels: Labels{Own: true, Guest: true}, Align: deviceplugin.AlignFixed, LinksEvery: testLinks,
 		Health:   health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4},

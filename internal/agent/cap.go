@@ -183,6 +183,13 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 		},
 		Mounts: lib.Mounts(c.ID, pages),
 	}
+	if c.Tier == ledger.Spot {
+		notice, err := k.caps.Notice(c.ID)
+		if err != nil {
+			return none, err
+		}
+		over.Mounts = append(over.Mounts, lib.NoticeMount(notice))
+	}
 	switch {
 	case k.openCaps:
 		over.Mounts = append(over.Mounts, bind(kit.Mark, lib.OpenMark))

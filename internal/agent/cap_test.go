@@ -56,6 +56,38 @@ type pages struct {
 	slow      chan struct{}
 	removeErr error
 	fitErr    error // Fit has no libraries at all
+	notices   map[string]time.Time
+	control   map[string]uint64
+}
+
+func (p *pages) Notice(key string) (string, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.notices == nil {
+		p.notices = map[string]time.Time{}
+	}
+	p.notices[key] = time.Time{}
+	return "/notices/" + key, nil
+}
+
+func (p *pages) Control(key string, bits uint64) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.control == nil {
+		p.control = map[string]uint64{}
+	}
+	p.control[key] = bits
+	return nil
+}
+
+func (p *pages) SetNotice(key string, by time.Time) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, ok := p.notices[key]; !ok {
+		return gpu.ErrNotFound
+	}
+	p.notices[key] = by
+	return nil
 }
 
 func (p *pages) Sound(key string) (bool, error) {
@@ -117,6 +149,7 @@ func (p *pages) Remove(key string) error {
 	defer p.mu.Unlock()
 	if p.removeErr == nil {
 		delete(p.limits, key)
+		delete(p.notices, key)
 	}
 	return p.removeErr
 }

@@ -280,7 +280,9 @@ func (r *reporter) more(s *Snapshot) (out []status.Condition) {
 	}
 	for _, c := range r.ledger.Allocations() {
 		why := c.Cause
-		if c.After != "" {
+		if c.Yield.Asked() {
+			why = status.Why(status.Yielded, "the room that it has in the spot tier is taken back: %s", c.After)
+		} else if c.After != "" {
 			why = status.Why(status.HeldByPods, "it waits for the end of %s", c.After)
 		}
 		if !c.IsOpen() && why.Message != "" {

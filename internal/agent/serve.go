@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -10,8 +11,10 @@ import (
 
 	"example.com/gpu-agent/internal/deviceplugin"
 	"example.com/gpu-agent/internal/dra"
+	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/status"
+	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
 	"example.com/gpu-agent/pkg/plugin"
@@ -37,8 +40,20 @@ func newOffering(o *Options, w *Worlds, l *ledger.Ledger, granted func(*ledger.A
 		served: &served{plugins: w.Plugins, of: map[string]plugin.Source{},
 			source: func(resource string) plugin.Source {
 				return &deviceplugin.Source{Front: front, Domain: o.Domain, Resource: resource,
-					Granted: granted, Refused: w.Account.refused}
+					Granted: granted, Refused: refusals(w)}
 			}}}
+}
+
+// refusals returns what is called for each request that is refused. A spot pod that was refused since a guaranteed
+// one was given its room a moment before is named in an Event of the Node: the kubelet tells no name.
+func refusals(w *Worlds) func(resource string, n int, ids []string, err error) {
+	return func(resource string, n int, ids []string, err error) {
+		w.Account.refused(resource, n, ids, err)
+		if why := status.CauseOf(err, status.NotOffered); why.Reason == status.SpotRefused && w.Cluster != nil {
+			w.Cluster.Event(workload.Pod{}, agentkube.Normal, string(why.Reason),
+				fmt.Sprintf("a pod that asks for %d of %s is refused: %s", n, resource, why.Message))
+		}
+	}
 }
 
 // publish completes in, and publishes the offer made from it.

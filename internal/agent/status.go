@@ -42,6 +42,8 @@ type scene struct {
 	over func(id string) bool
 	// computed returns how strongly the share of the SMs that an allocation has on a GPU is held.
 	computed func(id string, u gpu.UUID) compute.Held
+	// grace is Options.YieldGrace.
+	grace time.Duration
 }
 
 // display shows the results of rounds: as the status, as the GPUNode, and as the answers of
@@ -53,6 +55,7 @@ type display struct {
 	// caps are guaranteed.
 	unit    gpu.MiB
 	drain   bool
+	grace   time.Duration // Options.YieldGrace
 	caps    memcap.Level
 	front   *deviceplugin.FrontEnd
 	ledger  *ledger.Ledger
@@ -72,7 +75,7 @@ type display struct {
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
 func (y *display) scene() *scene {
 	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
-	at.over = y.front.Over
+	at.over, at.grace = y.front.Over, y.grace
 	seen := y.containers()
 	at.computed = func(id string, u gpu.UUID) compute.Held { return heldIn(seen, id, u) }
 	return at
@@ -96,7 +99,7 @@ func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.Mi
 	allocations []ledger.Allocation) *scene {
 	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{},
 		map[string]*ledger.Allocation{}, func(string) bool { return false },
-		func(string, gpu.UUID) compute.Held { return unseen }}
+		func(string, gpu.UUID) compute.Held { return unseen }, 0}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -233,6 +236,15 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 			}
 			if c.Owner == ledger.DRA {
 				h.Kind = string(c.Kind())
+			}
+			if c.Tier != ledger.Guaranteed {
+				h.Tier = c.Tier.Word()
+			}
+			if y := c.Yield; y.Asked() {
+				h.Waits, h.Yield = "", &status.Yield{Since: y.Since, By: y.Since.Add(at.grace), Out: y.Out}
+				if len(y.To) > 0 {
+					h.Yield.To = c.After
+				}
 			}
 			for _, p := range c.Beside {
 				h.Beside = append(h.Beside, p.String())

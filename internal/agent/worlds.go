@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/nfd"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/state"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/internal/workload"
@@ -51,6 +52,14 @@ type Worlds struct {
 	Limits Limits
 	// Lowering is nil if the scheduler learns of devices from the kubelet alone.
 	Lowering *Lowering
+	// End ends a container, after its clients of MPS have been detached, and returns what it used. The error
+	// wraps gpu.ErrNotFound if the container has ended already. If End is nil, none is ended.
+	End func(context.Context, *node.Container) (how string, err error)
+	// Evict evicts a pod with a grace period in place of its own; nil if the agent evicts no pods. The error
+	// wraps agentkube.ErrBudget if a disruption budget forbids it.
+	Evict func(ctx context.Context, p workload.Pod, grace time.Duration) error
+	// Yields is nil if it is not counted what becomes of spot allocations.
+	Yields YieldObserver
 	// Features is nil if labels are written to the Node and not through Node Feature Discovery.
 	Features Features
 	Observer Observer
@@ -154,6 +163,14 @@ type Caps interface {
 	Limit(key string, u gpu.UUID) (uint64, error)
 	// Percent returns the share of a GPU's SMs in an allocation's page, in percent; 0 if it has none.
 	Percent(key string, u gpu.UUID) (int, error)
+	// Notice makes an allocation's notice, which is empty, and returns its place on the host. SetNotice writes by
+	// when the allocation gives its room back; the zero time clears the notice. The error wraps
+	// gpu.ErrNotFound if there is no notice.
+	Notice(key string) (path string, err error)
+	SetNotice(key string, by time.Time) error
+	// Control tells the processes of an allocation what is asked of them, by bits of package lib. The error wraps
+	// gpu.ErrNotFound if there are no pages.
+	Control(key string, bits uint64) error
 	Remove(key string) error
 	// List returns the keys of allocations that have pages.
 	List() ([]string, error)

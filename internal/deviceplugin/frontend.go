@@ -13,6 +13,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -125,7 +126,7 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 		}
 		a, err := f.ledger.Renew(q)
 		if err != nil {
-			return none, err
+			return none, spotHeld(r, err)
 		}
 		f.seen[q.ID] = &evidence{resource: resource, ids: old.ids, former: old.podUIDs, unread: !old.read}
 		return a, nil
@@ -136,7 +137,7 @@ func (f *FrontEnd) Allocate(resource string, ids []string) (ledger.Allocation, e
 	}
 	a, err := f.ledger.Take(q)
 	if err != nil {
-		return none, err
+		return none, spotHeld(r, err)
 	}
 	f.addLocked(&a, e)
 	f.lists.showMoved()
@@ -173,7 +174,12 @@ func (f *FrontEnd) offeredLocked(resource string, ids []string, now time.Time) (
 		dev := &r.Devices[i]
 		switch {
 		case !dev.Healthy:
-			return nil, errors.New(dev.refusal() + roomHolders(f.ledger, dev))
+			holders := roomHolders(f.ledger, dev)
+			err := errors.New(dev.refusal() + holders)
+			if r.Tier == ledger.Spot && (dev.Reason == guaranteedHas || holders != "") {
+				err = status.Because(status.SpotRefused, err)
+			}
+			return nil, err
 		case dev.Leaving && !f.freshLocked(resource, id, now):
 			return nil, errors.New(dev.refusal())
 		}

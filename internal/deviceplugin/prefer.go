@@ -11,6 +11,7 @@ import (
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/piece"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/timeslice"
@@ -62,6 +63,9 @@ func (s *supply) explain(r *Resource, err error) error {
 	if err = r.withCapacity(err); s.refusal != "" {
 		err = fmt.Errorf("%w; %s", err, s.refusal)
 	}
+	if s.guaranteed {
+		err = status.Because(status.SpotRefused, err)
+	}
 	return err
 }
 
@@ -75,6 +79,8 @@ type supply struct {
 	spot        []*spotHolder
 	// refusal is why a device that the kubelet offers is in no list. Empty if all are.
 	refusal string
+	// guaranteed is true if a guaranteed allocation has the room of a spot device that the kubelet offers.
+	guaranteed bool
 	// refused is why devices of the GPUs that apart leaves out do not go together with others; nil if it
 	// left none out.
 	refused error
@@ -102,6 +108,7 @@ func (p *preference) supply() *supply {
 			if why := dev.refusal(); s.refusal == "" || why < s.refusal { // the kubelet offers them in random order
 				s.refusal = why
 			}
+			s.guaranteed = s.guaranteed || r.Tier == ledger.Spot && dev.Reason == guaranteedHas
 		case has.taken[id] || has.gpus[dev.GPU]:
 			s.taken = append(s.taken, id)
 		case has.spot[id] != nil:

@@ -268,6 +268,16 @@ func (f *FrontEnd) nameLocked(a *ledger.Allocation, e *evidence, s *sorted, o *O
 	}
 }
 
+// Belongs reports whether a container with the key of an allocation belongs to its present holder. In doubt it
+// returns false.
+func (f *FrontEnd) Belongs(u Use) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	e := f.seen[u.Key]
+	a, known := f.ledger.Get(u.Key)
+	return e != nil && known && f.belongsLocked(&a, e, &u, false)
+}
+
 // belongsLocked reports whether a container with the key or the devices of an allocation belongs to
 // its present holder's pod, not to an earlier one. read is true if the checkpoint was read after
 // the container was listed. In doubt it returns false: an allocation that waits in vain loses a

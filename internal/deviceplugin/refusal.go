@@ -42,3 +42,12 @@ func oneGPU(id string) error {
 	return status.Because(status.MPSOneGPU, fmt.Errorf("device %s is a share through MPS, and a container with one holds "+
 		"one GPU, since a process reaches one MPS server: ask for 1 device, or for another resource", id))
 }
+
+// spotHeld gives the ledger's refusal of a spot request its reason: a guaranteed pod was given the room
+// before the kubelet had heard of it.
+func spotHeld(r *Resource, err error) error {
+	if r.Tier == ledger.Spot && errors.Is(err, ledger.ErrHeld) {
+		return status.Because(status.SpotRefused, fmt.Errorf("%s: %w", guaranteedHas, err))
+	}
+	return err
+}

@@ -13,6 +13,7 @@ import (
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/plan"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/mig"
@@ -80,8 +81,18 @@ func TestSpotListFallsAndRises(t *testing.T) {
 		}
 		publish()
 	}
-	if _, err := d.Allocate(spotName, ids(u, 1, 2)); err == nil || !strings.Contains(err.Error(), guaranteedHas) {
-		t.Errorf("spot over guaranteed: %v", err)
+	_, err = d.Allocate(spotName, ids(u, 1, 2))
+	_, unfit := d.Prefer(spotName, ids(u, 0, 1, 2), nil, 2)
+	for what, err := range map[string]error{"the list": err, "the ledger": spotHeld(&Resource{Tier: ledger.Spot}, ledger.ErrHeld), "too few are left": unfit} {
+		if err == nil || !strings.Contains(err.Error(), guaranteedHas) || status.CauseOf(withReason(err), status.NotOffered).Reason != status.SpotRefused {
+			t.Errorf("spot over guaranteed, by %s: %v", what, err)
+		}
+	}
+	if _, err := d.Allocate(memName, ids(u, 99)); status.CauseOf(withReason(err), status.NotOffered).Reason != status.NotOffered {
+		t.Errorf("a guaranteed request for what does not exist: %v", err)
+	}
+	if err := spotHeld(&Resource{}, ledger.ErrHeld); status.CauseOf(err, status.NotOffered).Reason != status.NotOffered {
+		t.Errorf("a guaranteed request: %v", err)
 	}
 	d.FrontEnd.Release(g.ID)
 	if got := free(d, spotName, u); len(got) != 8 {

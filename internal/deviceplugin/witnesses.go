@@ -229,7 +229,7 @@ func (w *Witnesses) ask(ctx context.Context, full bool) (Observation, error) {
 		t.Runtime, containers = false, nil
 		errs = append(errs, fmt.Errorf("ask the container runtime what runs: %w", w.Stranger()))
 	}
-	t.Uses, t.Began = w.uses(containers), oldest(containers)
+	t.Uses, t.Began = w.Uses(containers), oldest(containers)
 	// Read the checkpoint after asking the runtime: then it has an entry for every pod with a
 	// container.
 	if err := w.readCheckpoint(&t); err != nil {
@@ -278,7 +278,7 @@ func (w *Witnesses) Trusted(l *node.Listing) bool {
 }
 
 // Knows reports whether these are the containers of the kubelet's runtime. A node may have another
-// runtime beside it, whose empty list would end allocations.
+// runtime beside it, whose empty list would end allocations. Any goroutine may call it.
 func (w *Witnesses) Knows(containers []node.Container) bool {
 	return w.opts.Pod == (workload.Pod{}) || slices.ContainsFunc(containers, func(c node.Container) bool {
 		return c.Namespace == w.opts.Pod.Namespace && c.Pod == w.opts.Pod.Name
@@ -292,10 +292,11 @@ func (w *Witnesses) Stranger() error {
 		w.opts.Pod.Namespace, w.opts.Pod.Name)
 }
 
-// uses returns the containers that have allocations. It reads two things that no tenant can write:
+// Uses returns the containers that have allocations. It reads two things that no tenant can write:
 // the annotations that Allocate gave to a container, and the CDI devices that the kubelet asked
-// for. A pod's own annotations are on its sandbox. Only the annotations have a record.
-func (w *Witnesses) uses(containers []node.Container) []Use {
+// for. A pod's own annotations are on its sandbox. Only the annotations have a record. Any goroutine
+// may call it.
+func (w *Witnesses) Uses(containers []node.Container) []Use {
 	var out []Use
 	for i := range containers {
 		c := &containers[i]
@@ -434,7 +435,7 @@ func (w *Witnesses) Follow(ctx context.Context) error {
 			missed = time.Now()
 			ours = true // events were lost, maybe of our containers; may come often
 		}
-		for _, u := range w.uses([]node.Container{e.Container}) {
+		for _, u := range w.Uses([]node.Container{e.Container}) {
 			switch e.Kind {
 			case node.EventStarted: // now its holder can be named
 				w.accounts.Seen(u, time.Now())

@@ -175,6 +175,7 @@ func full() Status {
 	for i := range s.GPUs {
 		for j := range s.GPUs[i].Holders {
 			s.GPUs[i].Holders[j].Beside = []string{"a/b"}
+			s.GPUs[i].Holders[j].Tier, s.GPUs[i].Holders[j].Yield = "spot", &Yield{To: "a/c"}
 		}
 	}
 	return s
@@ -237,7 +238,7 @@ func TestEveryField(t *testing.T) {
 		}
 	}
 	for _, field := range []string{"Status.Node", "Status.Machine", "GPU.Model", "GPU.UUID", "Placement.Profile",
-		"Holder.Pod", "Holder.Beside", "Holder.Waits", "Matrix.Cells", "MatrixNIC.Name", "Policy.Reason",
+		"Holder.Pod", "Holder.Beside", "Holder.Waits", "Holder.Tier", "Yield.To", "Matrix.Cells", "MatrixNIC.Name", "Policy.Reason",
 		"Watchdog.Reason", "Partition.Message"} {
 		if fields[field] == 0 {
 			t.Errorf("%s is not shown, or there is no such field", field)

@@ -99,6 +99,8 @@ const (
 	TooFewGPUs Reason = "TooFewGPUs"
 	MPSOneGPU  Reason = "MPSOneGPU"
 	NotReady   Reason = "NotReady"
+	// SpotRefused is also an Event.
+	SpotRefused Reason = "SpotRefused"
 	// For claims that can never be prepared as they are.
 	ClaimOutdated Reason = "ClaimOutdated"
 	ClaimRefused  Reason = "ClaimRefused"
@@ -127,4 +129,5 @@ const (
 	CapEvicted          Reason = "CapEvicted"
 	Intruder            Reason = "Intruder"
 	ContainerNotListed  Reason = "ContainerNotListed"
+	Yielded             Reason = "Yielded"
 )

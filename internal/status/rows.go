@@ -132,19 +132,43 @@ type tenant struct {
 	Holds      string     // empty for a MIG device, and if only the watchdog knows the container
 	Age, Waits string
 	Beside     string  // the pods that share it
-	Kept       string  // why it is held though nothing uses it
+	Kept       string  // why it is held though nothing uses it, and its tier unless that is guaranteed
+	Yields     string  // to whom it gives its room back, and by when
 	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
 }
 
 // mostBeside is how many of the pods that share a claim are listed: a claim may have 256.
 const mostBeside = 5
 
-// kept returns why a holder keeps devices that nothing uses; it is empty otherwise.
+// kept returns why a holder keeps devices that nothing uses, and its tier unless that is guaranteed.
 func (h *Holder) kept() string {
-	if !h.Over {
+	why, tier := "", ""
+	if h.Over {
+		why = "kept until the pod ends: its init container has ended"
+	}
+	if h.Tier != "" {
+		tier = "in the " + h.Tier + " tier"
+	}
+	return join("; ", tier, why)
+}
+
+// yields returns to whom a holder gives its room back, and by when; it is empty if it keeps its room.
+func (h *Holder) yields(now time.Time) string {
+	y := h.Yield
+	if y == nil {
 		return ""
 	}
-	return "kept until the pod ends: its init container has ended"
+	to := "to " + y.To
+	if y.To == "" {
+		to = "back, since the GPU's layout changes"
+	}
+	if y.Out {
+		return "has given its room " + to + "; it starts again when its room is free"
+	}
+	if now.IsZero() {
+		return "gives its room " + to
+	}
+	return "gives its room " + to + ", within " + age(y.By.Sub(now))
 }
 
 // tenants joins the holders of a GPU with what the watchdog knows about their memory.
@@ -173,7 +197,7 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 			d.Name, d.Memory = who(p.Namespace, p.Pod, p.Container), take(p.Namespace, p.Pod, p.Container)
 			if h := g.holder(p); h != nil {
 				d.Age, d.Waits = since(h.Since, now), h.Waits
-				d.Beside, d.Kept = brief.List(h.Beside, mostBeside), h.kept()
+				d.Beside, d.Kept, d.Yields = brief.List(h.Beside, mostBeside), h.kept(), h.yields(now)
 			}
 		}
 		devices = append(devices, d)
@@ -181,7 +205,7 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 	for _, h := range g.Others() {
 		others = append(others, tenant{
 			Name: who(h.Namespace, h.Pod, h.Container), Holds: h.holds(g), Age: since(h.Since, now), Waits: h.Waits,
-			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Memory: take(h.Namespace, h.Pod, h.Container),
+			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Yields: h.yields(now), Memory: take(h.Namespace, h.Pod, h.Container),
 		})
 	}
 	for _, c := range containers {

@@ -275,9 +275,24 @@ type Holder struct {
 	// Over is true if Container is an init container that has ended. Nothing uses its devices,
 	// and the kubelet releases them when the pod ends.
 	Over bool `json:"over,omitempty"`
+	// Tier is "spot" if the holder gives its room back when a guaranteed pod is given it; otherwise it is
+	// empty. Yield is why and by when it does so now; nil if its room is not wanted.
+	Tier  string `json:"tier,omitempty"`
+	Yield *Yield `json:"yield,omitempty"`
 	// Kind is what a claim has of the GPU: "whole", "units", "replica" or "placement". It is empty for
 	// a holder through the device plugin, whose Resource says it.
 	Kind string `json:"kind,omitempty"`
+}
+
+// Yield is why a holder of the spot tier gives its room back.
+type Yield struct {
+	// To names the pods that were given the room; empty if the GPU's layout changes.
+	To string `json:"to,omitempty"`
+	// Since is when the room was wanted, and By when the holder's container is ended.
+	Since time.Time `json:"since"`
+	By    time.Time `json:"by"`
+	// Out is true if it has given its room back. It starts again when its room is not wanted any longer.
+	Out bool `json:"out,omitempty"`
 }
 
 // Container is a container's memory on one GPU. A container that holds two GPUs is

@@ -46,9 +46,9 @@ func sample() Status {
 			{Index: 0, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440000", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", Compute: "mps", UnitMiB: 1024, Total: 79, Used: 48, Free: 31, Health: Healthy,
 				Holders: []Holder{
-					{"train", "job-1", "main", "example.com/gpu-mem", false, 24, ago(3 * time.Hour), "", nil, false, ""},
-					{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "example.com/gpu-mem", false, 8, ago(5 * time.Second), "", []string{"train/job-2-b", "train/job-2-c"}, false, ""},
-					{"", "", "", "example.com/gpu-mem", false, 16, ago(time.Second), "train/job-0", nil, false, ""},
+					{"train", "job-1", "main", "example.com/gpu-mem", false, 24, ago(3 * time.Hour), "", nil, false, "", nil, ""},
+					{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "example.com/gpu-mem", false, 8, ago(5 * time.Second), "", []string{"train/job-2-b", "train/job-2-c"}, false, "", nil, ""},
+					{"", "", "", "example.com/gpu-mem", false, 16, ago(time.Second), "train/job-0", nil, false, "", nil, ""},
 				}},
 			{Index: 1, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440001", Model: h100, MemoryMiB: 81559, Mode: "whole",
 				Resource: "example.com/gpu", Total: 1, Unhealthy: 1, Health: "unhealthy", Reason: "Xid 79: GPU has fallen off the bus",
@@ -56,13 +56,13 @@ func sample() Status {
 			{Index: 2, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440002", Model: h100, MemoryMiB: 81559, Mode: "whole",
 				Resource: "example.com/gpu", Total: 1, Free: 0, Unhealthy: 1, Health: Healthy,
 				Blocked: "train/train-3 holds 40 units of gpu-mem",
-				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", false, 40, ago(50 * time.Hour), "", nil, false, ""}}},
+				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", false, 40, ago(50 * time.Hour), "", nil, false, "", nil, ""}}},
 			{Index: 3, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440003", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy, Intruders: 1, NoPod: 2, Unlisted: 3,
-				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", false, 1, nil, "", nil, true, ""}}},
+				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", false, 1, nil, "", nil, true, "", nil, ""}}},
 			{Index: 4, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440004", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", UnitMiB: 512, Total: 158, Used: 158, Health: Healthy,
-				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", false, 158, ago(7 * time.Minute), "", nil, false, ""}}},
+				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", false, 158, ago(7 * time.Minute), "", nil, false, "", nil, ""}}},
 			{Index: 15, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440015", MemoryMiB: 24576, Mode: "off", Health: Healthy},
 		},
 		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1},
@@ -204,6 +204,33 @@ func TestJSON(t *testing.T) {
 		var got Status
 		if err := json.Unmarshal(body, &got); err != nil || !reflect.DeepEqual(got, want) {
 			t.Errorf("%s came back as %+v, %v", name, got, err)
+		}
+	}
+}
+
+// A holder of the spot tier is shown with its tier, and to whom it gives its room, by when.
+func TestTierOfAHolder(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	spot := Holder{Namespace: "ns", Pod: "batch", Container: "c", Resource: "example.com/gpu-mem.spot", Units: 2, Tier: "spot"}
+	for _, c := range []struct {
+		name  string
+		yield *Yield
+		want  string
+	}{
+		{"kept", nil, "in the spot tier"},
+		{"wanted", &Yield{To: "prod/api", By: now.Add(12 * time.Second)}, "gives its room to prod/api, within 12s"},
+		{"overdue", &Yield{To: "prod/api", By: now.Add(-time.Minute)}, "gives its room to prod/api, within 0s"},
+		{"a layout", &Yield{By: now.Add(time.Second)}, "gives its room back, since the GPU's layout changes, within 1s"},
+		{"given", &Yield{To: "prod/api", Out: true}, "has given its room to prod/api; it starts again when its room is free"},
+	} {
+		spot.Yield = c.yield
+		s := Status{GPUs: []GPU{{UUID: "GPU-1", Mode: Shared, Resource: "example.com/gpu-mem", UnitMiB: 1024, Total: 8, Holders: []Holder{spot}}}}
+		var text strings.Builder
+		if err := WriteText(&text, s, TextOptions{Width: 200, Now: now}); err != nil {
+			t.Fatal(err)
+		}
+		if text := text.String(); !strings.Contains(text, "2 gpu-mem.spot") || !strings.Contains(text, "in the spot tier\n") || !strings.Contains(text, c.want+"\n") {
+			t.Errorf("%s: want %q in\n%s", c.name, c.want, text)
 		}
 	}
 }

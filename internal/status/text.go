@@ -437,6 +437,9 @@ func (p *printer) holders(list []tenant) {
 		if k := list[i].Kept; k != "" {
 			p.wrapped(indent+"  ", faint, k)
 		}
+		if y := list[i].Yields; y != "" {
+			p.wrapped(indent+"  ", yellow, y)
+		}
 		if w := list[i].Waits; w != "" {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}

@@ -64,6 +64,7 @@
 //	mig_slots{gpu,profile,state}                MIG devices: held, warm, making, free, covered, leaving, foreign, failed
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
+//	spot_yield_seconds{way}                     histogram: from the request for room of the spot tier until it was free
 //	allocations                                 allocations that have not ended
 //	left_behind{gpu,code,matters}               1 for what an earlier owner has left; the empty GPU is the node
 //	partition_state{partition,state}            1 for the present state, 0 for the others

@@ -26,6 +26,7 @@ type Metrics struct {
 	own     *prometheus.Registry // has the metrics below
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
+	yields                               *prometheus.HistogramVec
 	answered                             *prometheus.GaugeVec
 	api, events, gpus, kills             *prometheus.CounterVec
 	unregistered, refusals, lowered      *prometheus.CounterVec
@@ -37,9 +38,12 @@ type Metrics struct {
 // uses a GPU without an allocation on it.
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
+// YieldWays are the ways in which a pod of the spot tier gives its room back.
+var YieldWays = []string{"evicted", "ended", "left"}
+
 // refusalReasons are the reasons of refusals after which the kubelet does not ask again.
 var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.MPSOneGPU,
-	status.NoRoom, status.BadRequest}
+	status.NoRoom, status.BadRequest, status.SpotRefused}
 
 // NewMetrics returns metrics with all counters at 0. version is the agent's.
 func NewMetrics(version string) *Metrics {
@@ -93,6 +97,12 @@ func NewMetrics(version string) *Metrics {
 		breach: auto.NewHistogram(prometheus.HistogramOpts{Name: obs.Prefix + "cap_breach_to_end_seconds",
 			Help:    "Time from the reading that first showed a container over its cap to the end of its processes.",
 			Buckets: []float64{.1, .25, .5, .75, 1, 2, 5, 10, 30}}),
+		// A container that is ended has given its room back a moment after its grace, which is 20 s by default.
+		yields: histogram("spot_yield_seconds",
+			"Time from the request for room that a pod of the spot tier had until the room was free, by the way it "+
+				"was given back: its pod was evicted (evicted), its container was ended after the grace (ended), or had "+
+				"ended before (left).",
+			[]float64{.5, 1, 2.5, 5, 10, 15, 20, 22.5, 25, 30, 60, 300}, "way"),
 		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset takes 10 s or more. The
 		// last bucket shows a driver that hangs.
 		steps: histogram("mig_step_duration_seconds",
@@ -102,6 +112,9 @@ func NewMetrics(version string) *Metrics {
 		wishes: histogram("mig_wish_duration_seconds",
 			"Time from a container's request for a MIG instance until the container could start.",
 			[]float64{.01, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60}, "profile"),
+	}
+	for _, way := range YieldWays {
+		m.yields.WithLabelValues(way)
 	}
 	for _, reason := range KillReasons {
 		m.kills.WithLabelValues(string(reason)) // rate() needs a 0 to start from
@@ -174,6 +187,12 @@ func (m *Metrics) Ended(kind memcap.Kind, took time.Duration) {
 
 // Evicted counts a pod that was evicted for its offences.
 func (m *Metrics) Evicted() { m.evicted.Inc() }
+
+// Yielded counts a spot allocation that has given its room back. way is one of YieldWays, and took the time since
+// its room was wanted.
+func (m *Metrics) Yielded(way string, took time.Duration) {
+	m.yields.WithLabelValues(way).Observe(took.Seconds())
+}
 
 // MIGStep counts a step of a change to a GPU's MIG instances. op is one of
 // "destroy", "create", "enable", "disable", "reset" and "undo"; profile is empty

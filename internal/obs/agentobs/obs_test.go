@@ -110,6 +110,7 @@ func used() *Metrics {
 	m.Evicted()
 	m.MIGStep("create", "1g.10gb", time.Second, nil)
 	m.Wish("1g.10gb", time.Second)
+	m.Yielded("ended", 21*time.Second)
 	return m
 }
 
