@@ -403,9 +403,15 @@ func TestLayoutTakesSpotRoom(t *testing.T) {
 		if s := b.state(); s != "applied" {
 			t.Errorf("after it the partition is %s", s)
 		}
-		// Then it may start again, as long as no guaranteed pod wants the GPU.
-		if err := b.prepare(spotResource, unitsOn(0, 2, 3)...); err != nil {
+		// The GPU is whole now, for guaranteed pods. It has no such piece.
+		if err := b.prepare(spotResource, unitsOn(0, 2, 3)...); err == nil || !strings.Contains(err.Error(), "its GPU is laid out anew") {
 			t.Errorf("after the change: %v", err)
+		}
+		// It may start again when the GPU has.
+		b.SetFile("p.yaml", []byte(twoTiers))
+		time.Sleep(2 * time.Second)
+		if err := b.prepare(spotResource, unitsOn(0, 2, 3)...); err != nil {
+			t.Errorf("after the layout is back: %v", err)
 		}
 	})
 }

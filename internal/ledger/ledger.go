@@ -407,6 +407,9 @@ func (l *Ledger) admit(a *allocation, asks bool) (open <-chan struct{}, _ error)
 // notOpen returns the reason why an allocation is not open, in words for its pod.
 func (a *allocation) notOpen() error {
 	switch {
+	case a.Yield.Asked() && len(a.Yield.To) == 0:
+		return fmt.Errorf("%w: it is of the spot tier, and its GPU is laid out anew; delete the pod, unless its "+
+			"controller does", ErrNotOpen)
 	case a.Yield.Asked():
 		return fmt.Errorf("%w: it is of the spot tier, and its room is wanted by %s", ErrNotOpen, a.forPod)
 	case a.Phase == Waiting && a.Twice:
