@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/compute"
@@ -433,6 +434,7 @@ func TestWantEqual(t *testing.T) {
 		"replicas":  {GPU: "GPU-0", Mode: MIG, Replicas: 1, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"timeSlice": {GPU: "GPU-0", Mode: MIG, TimeSlice: gpu.TimeSliceLong, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"compute":   {GPU: "GPU-0", Mode: MIG, Compute: compute.Sharing{MPS: true}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
+		"lend":      {GPU: "GPU-0", Mode: MIG, Spot: ledger.Offering{Lend: time.Hour}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"spot":      {GPU: "GPU-0", Mode: MIG, Spot: ledger.Offering{On: true}, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"on demand": {GPU: "GPU-0", Mode: MIG, OnDemand: true, Geometry: []mig.Count{{Profile: n1, N: 1}}},
 		"count":     {GPU: "GPU-0", Mode: MIG, Geometry: []mig.Count{{Profile: n1, N: 2}}},
@@ -458,6 +460,28 @@ func TestSpotText(t *testing.T) {
 	}
 	if got := SpotText(ledger.Offering{Most: 40}); got != "" {
 		t.Errorf("room that is not offered is written %q", got)
+	}
+}
+
+// A text that is written of when holders lend is read as the same time.
+func TestLendText(t *testing.T) {
+	for text, after := range map[string]time.Duration{
+		"{after: 1m}": time.Minute, "{after: 15m}": 15 * time.Minute, "{after: 2h}": 2 * time.Hour,
+		"{after: 1h30m}": 90 * time.Minute, "{after: 1m30s}": 90 * time.Second, "{after: 10h0m20s}": 10*time.Hour + 20*time.Second,
+	} {
+		o := ledger.Offering{On: true, Most: 40, Lend: after}
+		if got := LendText(o); got != text {
+			t.Errorf("%v is written %s, want %s", o, got, text)
+		}
+		d, err := mustParse(t, head+"    - {devices: all, mode: shared, lend: "+text+", spot: {most: 40}}\n").Desire("default", node("x"), Node{Unit: 1024})
+		if err != nil || d.GPUs[0].Spot != o {
+			t.Errorf("%s is read as %v (%v), want %v", text, d, err, o)
+		}
+	}
+	for _, o := range []ledger.Offering{{On: true}, {Lend: time.Hour}} {
+		if got := LendText(o); got != "" {
+			t.Errorf("%v, which lends nothing, is written %q", o, got)
+		}
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/pkg/compute"
@@ -145,7 +146,7 @@ func badLabel(s string) string {
 func (p *parser) entry(n *yaml.Node) (entry, bool) {
 	e := entry{line: n.Line}
 	keys, ok := p.fields(n, "an entry",
-		"devices", "mode", "api", "replicas", "timeSlice", "compute", "spot", "geometry", "profiles")
+		"devices", "mode", "api", "replicas", "timeSlice", "compute", "spot", "lend", "geometry", "profiles")
 	if !ok {
 		return e, false
 	}
@@ -197,6 +198,14 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 		e.want.Spot, e.spotLine = p.spot(n, e.want.Mode), n.Line
 		if e.want.Spot.On && inReplicas {
 			p.at(n, "spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two")
+		}
+	}
+	if n, ok := p.only(keys, "lend", e.want.Mode, known, Shared); ok {
+		after := p.lend(n)
+		if _, offers := keys["spot"]; !offers || keys["spot"].Kind == yaml.ScalarNode && !e.want.Spot.On {
+			p.at(n, "lend gives idle room to spot pods, and this entry offers them none: add spot: true, or leave out lend")
+		} else if e.want.Spot.On {
+			e.want.Spot.Lend = after
 		}
 	}
 	g, fixed := p.only(keys, "geometry", e.want.Mode, known, MIG)
@@ -287,6 +296,58 @@ func SpotText(o ledger.Offering) string {
 		return "true"
 	}
 	return "{most: " + strconv.Itoa(o.Most) + "}"
+}
+
+// leastIdle and mostIdle bound how long a holder must have been idle before it lends. Below a minute a program
+// that starts would often find its room lent. A year is as good as never.
+const (
+	leastIdle = time.Minute
+	mostIdle  = 365 * 24 * time.Hour
+)
+
+// lend reads lend: {after: …}. It returns 0 after a mistake.
+func (p *parser) lend(n *yaml.Node) time.Duration {
+	if n.Kind != yaml.MappingNode {
+		p.at(n, "lend is {after: …}, how long a holder must have been idle, not %s", kind(n))
+		return 0
+	}
+	keys, ok := p.fields(n, "lend", "after")
+	if !ok {
+		return 0
+	}
+	after, ok := keys["after"]
+	if !ok {
+		p.at(n, "lend has no after: write {after: 15m}, how long a holder must have been idle")
+		return 0
+	}
+	text := after.Value
+	if after.Kind != yaml.ScalarNode || after.ShortTag() != "!!str" {
+		text = ""
+	}
+	idle, err := time.ParseDuration(text)
+	switch {
+	case err != nil:
+		p.at(after, "after is a duration such as 15m or 2h, not %s", kind(after))
+	case idle < leastIdle || idle > mostIdle:
+		p.at(after, "after is from 1m to %.0fh, not %s", mostIdle.Hours(), quote(text))
+	default:
+		return idle
+	}
+	return 0
+}
+
+// LendText writes the value of lend as a partition file has it; empty if no room is lent.
+func LendText(o ledger.Offering) string {
+	if !o.On || o.Lend == 0 {
+		return ""
+	}
+	text := o.Lend.String() // 15m0s, 2h0m0s
+	for _, zero := range []string{"m0s", "h0m"} {
+		if short, ok := strings.CutSuffix(text, zero); ok {
+			text = short + zero[:1]
+		}
+	}
+	return "{after: " + text + "}"
 }
 
 // ComputeText writes the value of compute as a partition file has it.

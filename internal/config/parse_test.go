@@ -105,7 +105,7 @@ var broken = []struct {
 		"f:5: unknown key \"Mode\": did you mean \"mode\"?"}},
 	{"a mistyped replicas", head + "    - devices: all\n      mode: shared\n      replica: 4\n", []string{"f:6: unknown key \"replica\": did you mean \"replicas\"?"}},
 	{"a key that nothing resembles", head + "    - devices: all\n      mode: shared\n      color: red\n", []string{
-		"f:6: unknown key \"color\": an entry has devices, mode, api, replicas, timeSlice, compute, spot, geometry and profiles"}},
+		"f:6: unknown key \"color\": an entry has devices, mode, api, replicas, timeSlice, compute, spot, lend, geometry and profiles"}},
 	{"mode twice", head + "    - devices: all\n      mode: shared\n      mode: off\n", []string{"f:6: the key \"mode\" is already on line 5"}},
 
 	// Devices.
@@ -146,6 +146,23 @@ var broken = []struct {
 	{"most of a whole GPU", head + "    - {devices: all, mode: whole, spot: {most: 1}}\n", []string{"f:4: most counts the units of a GPU's memory: this entry is whole, so write spot: true"}},
 	{"spot of replicas", head + "    - {devices: all, mode: shared, replicas: 4, spot: true}\n", []string{
 		"f:4: spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two"}},
+	{"lend without spot", head + "    - {devices: all, mode: shared, lend: {after: 15m}}\n", []string{
+		"f:4: lend gives idle room to spot pods, and this entry offers them none: add spot: true, or leave out lend"}},
+	{"lend with spot false", head + "    - devices: all\n      mode: shared\n      spot: false\n      lend: {after: 15m}\n", []string{
+		"f:7: lend gives idle room to spot pods, and this entry offers them none: add spot: true, or leave out lend"}},
+	{"lend by a word", head + "    - {devices: all, mode: shared, spot: true, lend: 15m}\n", []string{
+		"f:4: lend is {after: …}, how long a holder must have been idle, not the text \"15m\""}},
+	{"lend without after", head + "    - {devices: all, mode: shared, spot: true, lend: {}}\n", []string{
+		"f:4: lend has no after: write {after: 15m}, how long a holder must have been idle"}},
+	{"lend after a number", head + "    - {devices: all, mode: shared, spot: true, lend: {after: 15}}\n", []string{
+		"f:4: after is a duration such as 15m or 2h, not the number \"15\""}},
+	{"lend after no duration", head + "    - {devices: all, mode: shared, spot: true, lend: {after: soon}}\n", []string{
+		"f:4: after is a duration such as 15m or 2h, not the text \"soon\""}},
+	{"lend too soon", head + "    - {devices: all, mode: shared, spot: true, lend: {after: 59s}}\n", []string{"f:4: after is from 1m to 8760h, not \"59s\""}},
+	{"lend before", head + "    - {devices: all, mode: shared, spot: true, lend: {after: -2h}}\n", []string{"f:4: after is from 1m to 8760h, not \"-2h\""}},
+	{"lend too late", head + "    - {devices: all, mode: shared, spot: true, lend: {after: 9000h}}\n", []string{"f:4: after is from 1m to 8760h, not \"9000h\""}},
+	{"lend of a whole GPU", head + "    - {devices: all, mode: whole, spot: true, lend: {after: 15m}}\n", []string{"f:4: lend belongs to mode shared: this entry is whole"}},
+	{"lend of MIG instances", head + "    - {devices: all, mode: mig, spot: true, lend: {after: 15m}}\n", []string{"f:4: lend belongs to mode shared: this entry is mig"}},
 	{"spot of a dynamic GPU", head + "    - {devices: all, mode: dynamic, api: dra, spot: true}\n", []string{"f:4: spot belongs to mode whole, shared or mig: this entry is dynamic"}},
 	{"compute by magic", head + "    - {devices: all, mode: shared, compute: mp}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not the text \"mp\""}},
 	{"compute of nothing", head + "    - devices: all\n      mode: shared\n      compute:\n", []string{"f:6: compute is timeslice, mps or {mps: {factor: …, max: …}}, not nothing"}},

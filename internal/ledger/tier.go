@@ -37,6 +37,9 @@ type Offering struct {
 	On bool `json:"on,omitempty"`
 	// Most is how many memory units of the GPU spot pods may have at once; 0 means all.
 	Most int `json:"most,omitempty"`
+	// Lend is how long no process may have been on the piece of a guaranteed holder before the holder's
+	// room is offered, too; 0 means that it never is.
+	Lend time.Duration `json:"lend,omitempty"`
 }
 
 // Yield is why a spot allocation gives its room back. The zero Yield gives none. As long as there is one, no

@@ -621,7 +621,7 @@ func TestChangesAndSpot(t *testing.T) {
 	}
 	wanted := wants("whole", "whole", "shared", "shared/2")
 	for i := range wanted[:3] {
-		wanted[i].Spot.On = true
+		wanted[i].Spot = ledger.Offering{On: true, Lend: time.Hour}
 	}
 	in := Input{Inventory: inv, Wanted: wanted, Layouts: layouts, Unit: unit, Allocations: []ledger.Allocation{
 		spot("s", units(0, 0)), gone(spot("t", units(1, 0))), spot("u", units(2, 0)), held("v", units(2, 1)), held("w", units(3, 0)), spot("x", units(3, 1)),
@@ -636,8 +636,8 @@ func TestChangesAndSpot(t *testing.T) {
 		t.Errorf("yields (-want +got):\n%s", diff)
 	}
 	for i, on := range []bool{false, true, true, false} {
-		if got.Layouts[uuid(i)].Spot.On != on {
-			t.Errorf("GPU %d is offered to spot pods: %v", i, !on)
+		if o := got.Layouts[uuid(i)].Spot; o.On != on || (o.Lend == time.Hour) != on {
+			t.Errorf("GPU %d is offered to spot pods: %v", i, o)
 		}
 	}
 	in.Wanted, in.Layouts = wants("", "", "shared", ""), got.Layouts
