@@ -74,9 +74,9 @@ type supply struct {
 	// must are the devices that the answer must have.
 	must []string
 	// idle are the devices without an allocation, taken those with one. A guaranteed request may also have
-	// those of the spot allocations spot.
-	idle, taken []string
-	spot        []*spotHolder
+	// those of the spot allocations spot, and a spot request those that guaranteed allocations lend.
+	idle, taken, lent []string
+	spot              []*spotHolder
 	// refusal is why a device that the kubelet offers is in no list. Empty if all are.
 	refusal string
 	// guaranteed is true if a guaranteed allocation has the room of a spot device that the kubelet offers.
@@ -117,6 +117,8 @@ func (p *preference) supply() *supply {
 				s.spot = append(s.spot, h)
 			}
 			h.on[dev.GPU] = append(h.on[dev.GPU], id)
+		case has.lent[id]:
+			s.lent = append(s.lent, id)
 		default:
 			s.idle = append(s.idle, id)
 		}
@@ -129,14 +131,16 @@ type coverage struct {
 	// taken are the devices that they have, and gpus the GPUs that they have as another kind of piece.
 	taken map[string]bool
 	gpus  map[gpu.UUID]bool
+	// lent are the devices that guaranteed allocations lend, for a spot request.
+	lent map[string]bool
 	// spot maps the devices that spot allocations alone have to those, for a guaranteed request.
 	spot map[string]*spotHolder
 }
 
 // covered returns what allocations have of a resource's devices. A spot allocation has nothing that a
-// guaranteed one could not be given.
+// guaranteed one could not be given, and one that lends nothing that a spot one could not be.
 func (f *FrontEnd) covered(r *Resource) *coverage {
-	c := &coverage{taken: map[string]bool{}, gpus: map[gpu.UUID]bool{}, spot: map[string]*spotHolder{}}
+	c := &coverage{taken: map[string]bool{}, gpus: map[gpu.UUID]bool{}, lent: map[string]bool{}, spot: map[string]*spotHolder{}}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	held := f.ledger.Allocations()
@@ -144,6 +148,10 @@ func (f *FrontEnd) covered(r *Resource) *coverage {
 		a := &held[i]
 		e := f.seen[a.ID]
 		switch {
+		case e != nil && a.Free(r.Tier):
+			for _, id := range e.ids {
+				c.lent[id] = true
+			}
 		case e == nil || a.Kind() != r.Kind:
 			for _, u := range a.GPUs() {
 				c.gpus[u] = true
@@ -173,8 +181,8 @@ func (dev *Device) refusal() string {
 // whole chooses GPUs that are well connected. If there are too few idle ones, it takes all of them
 // and the rest from those with allocations. The ID of a whole GPU is its UUID.
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
-	of, must := s.idle, s.must
-	if short := n - len(s.must) - len(s.idle); short > 0 {
+	of, must := slices.Concat(s.idle, s.lent), s.must
+	if short := n - len(s.must) - len(of); short > 0 {
 		of = append(slices.Clone(of), s.wholeOverSpot(short)...)
 	}
 	if n > len(s.must)+len(of) {
@@ -191,10 +199,10 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 	return out, nil
 }
 
-// units chooses units of one GPU that has enough idle ones. If no GPU has, spot allocations yield. If that is
-// not enough, it takes the GPU with the most units that are idle or of spot, among those where the request
-// fits, then the one of lowest rank. There it takes all of these, and the rest from those of guaranteed
-// allocations.
+// units chooses units of one GPU that has enough idle ones. If no GPU has, spot allocations yield to a guaranteed
+// request, and a spot request gets what is lent. If that is not enough, it takes the GPU with the most units that
+// are idle, of spot or lent, among those where the request fits, then the one of lowest rank. There it takes all of
+// these, and the rest from those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
 	if errors.Is(err, gpu.ErrNoRoom) && len(s.spot) > 0 {
@@ -202,16 +210,24 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 			return timeslice.PreferUnits(available, must, n, rank)
 		}
 	}
-	if len(s.taken) == 0 || !errors.Is(err, gpu.ErrNoRoom) {
-		return out, err
+	if len(s.lent) > 0 && errors.Is(err, gpu.ErrNoRoom) {
+		out, err = s.unitsWith(s.idle, s.lent, n, rank)
 	}
-	free := slices.Clone(s.idle)
-	for _, h := range s.spot {
-		for _, ids := range h.on {
-			free = append(free, ids...)
+	if len(s.taken) > 0 && errors.Is(err, gpu.ErrNoRoom) {
+		free := slices.Concat(s.idle, s.lent)
+		for _, h := range s.spot {
+			for _, ids := range h.on {
+				free = append(free, ids...)
+			}
 		}
+		out, err = s.unitsWith(free, s.taken, n, rank)
 	}
-	all := slices.Concat(free, s.taken)
+	return out, err
+}
+
+// unitsWith chooses n units of one GPU: all that are free there, and the rest from others.
+func (s *supply) unitsWith(free, others []string, n int, rank map[gpu.UUID]int) ([]string, error) {
+	all := slices.Concat(free, others)
 	idle, fits := byGPU(free), byGPU(all)
 	if len(s.must) > 0 { // they are all of one GPU
 		u := onGPU(s.must[0])
@@ -225,8 +241,8 @@ func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
 		return cmp.Or(cmp.Compare(idle[b], idle[a]), cmp.Compare(rank[a], rank[b]), cmp.Compare(a, b))
 	})
 	elsewhere := func(id string) bool { return onGPU(id) != best }
-	given := slices.Concat(s.must, slices.DeleteFunc(free, elsewhere))
-	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(s.taken), elsewhere), given, n, rank)
+	given := slices.Concat(s.must, slices.DeleteFunc(slices.Clone(free), elsewhere))
+	return timeslice.PreferUnits(slices.DeleteFunc(slices.Clone(others), elsewhere), given, n, rank)
 }
 
 // replicas chooses idle replicas of different GPUs. If too few GPUs have one, it takes one from
@@ -251,7 +267,7 @@ func (s *supply) apart(shared map[gpu.UUID]compute.Sharing) error {
 	if i := slices.IndexFunc(s.must, through); i >= 0 {
 		return oneGPU(s.must[i])
 	}
-	for _, of := range []*[]string{&s.idle, &s.taken} {
+	for _, of := range []*[]string{&s.idle, &s.taken, &s.lent} {
 		if i := slices.IndexFunc(*of, through); i >= 0 {
 			s.refused = oneGPU((*of)[i])
 			*of = slices.DeleteFunc(*of, through)

@@ -13,7 +13,8 @@ import (
 	"example.com/gpu-agent/pkg/mig"
 )
 
-// spotRoom is the room of spot devices that are not MIG devices: what no guaranteed allocation has.
+// spotRoom is the room of spot devices that are not MIG devices: what no guaranteed allocation has and does not
+// lend.
 type spotRoom struct {
 	// ours are the devices that spot allocations have and keep, by ID; theirs are those of guaranteed
 	// allocations. whole are the GPUs of guaranteed allocations of another kind.
@@ -34,7 +35,7 @@ func newSpotRoom(o *Offer, r *Resource, held []ledger.Allocation) *spotRoom {
 		for j := range a.Grants {
 			g := &a.Grants[j]
 			switch {
-			case g.NoRoom || g.GPU == "":
+			case g.NoRoom || g.GPU == "" || a.Free(ledger.Spot):
 			case a.Tier == ledger.Spot && a.Yield.Asked():
 			case g.Kind() != r.Kind:
 				s.whole[g.GPU] = true
@@ -84,6 +85,19 @@ func (s *spotRoom) lacks(dev *Device) string {
 		return spotHasMost
 	}
 	return ""
+}
+
+// SetLending is [ledger.Ledger.SetLending], and tells the kubelet of the room that spot pods may have from now on.
+func (f *FrontEnd) SetLending(id string, epoch uint64, on bool) (changed bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	a, known := f.ledger.Get(id)
+	if !known || !f.ledger.SetLending(id, epoch, on) {
+		return false
+	}
+	f.lists.noteMoved(&a)
+	f.lists.showMoved()
+	return true
 }
 
 // spotHolder is a spot allocation that has some of a request's devices.

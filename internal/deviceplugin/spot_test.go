@@ -12,6 +12,7 @@ import (
 
 	"example.com/gpu-agent/internal/config"
 	"example.com/gpu-agent/internal/ledger"
+	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/plan"
 	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
@@ -291,6 +292,163 @@ func TestGuaranteedWaitsForSpot(t *testing.T) {
 	look()
 	if phase(s.ID) != ledger.Taken {
 		t.Fatalf("after the guaranteed one: %s", phase(s.ID))
+	}
+}
+
+// lend has an allocation lend its room, or no longer.
+func lend(t *testing.T, d *desk, id string, on bool) {
+	t.Helper()
+	if a := allocationOf(t, d, id); !d.FrontEnd.SetLending(id, a.Epoch, on) {
+		t.Fatalf("lending is not set to %v: %+v", on, a)
+	}
+}
+
+// The spot list has the room of a guaranteed allocation from the moment from which it lends until that ends, and
+// the kubelet is told each time. A request of a kubelet that has not heard of the end is refused.
+func TestSpotListHasWhatIsLent(t *testing.T) {
+	d, _, publish := spotted(t, 1, 0)
+	u := nth(0)
+	g, err := d.Allocate(memName, ids(u, 0, 1, 2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		heard := told(d, spotName)
+		lend(t, d, g.ID, true)
+		if got := free(d, spotName, u); len(got) != 8 || !heard() {
+			t.Errorf("while it lends, spot pods may have %v, and the kubelet is told: %v", got, heard())
+		}
+		publish()
+		if got := free(d, spotName, u); len(got) != 8 {
+			t.Errorf("by the next offer, spot pods may have %v", got)
+		}
+		heard = told(d, spotName)
+		lend(t, d, g.ID, false)
+		if got := free(d, spotName, u); !slices.Equal(got, []int{3, 4, 5, 6, 7}) || !heard() {
+			t.Errorf("at the end, spot pods may have %v, and the kubelet is told: %v", got, heard())
+		}
+	}
+	if _, err := d.Allocate(spotName, ids(u, 2, 3)); err == nil || !strings.Contains(err.Error(), guaranteedHas) {
+		t.Errorf("over what is no longer lent: %v", err)
+	}
+	if d.FrontEnd.SetLending(g.ID, g.Epoch+1, true) || d.FrontEnd.SetLending("nobody", 0, true) {
+		t.Error("another epoch lends, or an allocation that there is not")
+	}
+}
+
+// A spot request is given free room before lent room, and with lent room as much free room as there is. A guaranteed
+// one is given no room that others lend.
+func TestPreferFreeBeforeLent(t *testing.T) {
+	d, _, _ := spotted(t, 2, 0)
+	for _, u := range []gpu.UUID{nth(0), nth(1)} {
+		g, err := d.Allocate(memName, ids(u, 0, 1, 2, 3, 4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		lend(t, d, g.ID, true)
+	}
+	if _, err := d.Allocate(memName, ids(nth(0), 5)); err != nil { // it lends nothing
+		t.Fatal(err)
+	}
+	all := func(resource string) (out []string) {
+		for _, dev := range d.Offer().resource(resource).Devices {
+			if dev.Healthy {
+				out = append(out, dev.ID)
+			}
+		}
+		return out
+	}
+	for n, want := range map[int][]string{
+		2: ids(nth(0), 6, 7), // the fuller GPU, by its free room
+		3: ids(nth(1), 5, 6, 7),
+		5: ids(nth(1), 0, 1, 5, 6, 7),
+	} {
+		got, err := d.Prefer(spotName, all(spotName), nil, n)
+		slices.Sort(got)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("%d units for a spot pod: %v (%v), want %v", n, got, err, want)
+		}
+	}
+	if got, err := d.Prefer(memName, ids(nth(1), 5, 6, 7), nil, 4); err == nil {
+		t.Errorf("four units for a guaranteed pod: %v", got)
+	}
+
+	// What is lent comes before what the container of a pod that was deleted by force still has.
+	d, _, _ = spotted(t, 1, 0)
+	g, err := d.Allocate(memName, ids(nth(0), 4, 5, 6, 7))
+	if err != nil {
+		t.Fatal(err)
+	}
+	lend(t, d, g.ID, true)
+	if _, err := d.Allocate(spotName, ids(nth(0), 0, 1)); err != nil {
+		t.Fatal(err)
+	}
+	for n, want := range map[int][]string{4: ids(nth(0), 2, 3, 4, 5), 7: ids(nth(0), 0, 2, 3, 4, 5, 6, 7)} {
+		got, err := d.Prefer(spotName, all(spotName), nil, n)
+		slices.Sort(got)
+		if err != nil || !slices.Equal(got, want) {
+			t.Errorf("%d units beside a container that ends: %v (%v), want %v", n, got, err, want)
+		}
+	}
+}
+
+// A spot container starts in the room of a holder that lends, whose container runs on, and the holder's own container
+// may start again meanwhile. When lending ends, no spot container starts there, and the room is back when the last
+// has ended.
+func TestSpotStartsInLentRoom(t *testing.T) {
+	d, clock, _ := spotted(t, 1, 0)
+	u := nth(0)
+	units := ids(u, 0, 1, 2, 3)
+	g, err := d.Allocate(memName, units)
+	if err != nil {
+		t.Fatal(err)
+	}
+	notebook := Use{ID: "c1", Key: g.ID, Holder: holder("team", "notebook", "c", "uid-g")}
+	look := func(uses ...Use) {
+		clock.pass(time.Second)
+		entries := []node.Entry{{PodUID: "uid-g", Container: "c", Resource: memName, IDs: units}}
+		if len(d.Allocations()) > 1 {
+			entries = append(entries, node.Entry{PodUID: "uid-s", Container: "c", Resource: spotName, IDs: units})
+		}
+		d.Reconcile(Observation{Asked: clock.now(), Entries: entries, Checkpoint: true, Uses: uses, Runtime: true})
+	}
+	clock.pass(time.Second)
+	look()
+	if !ready(d, g.ID) || d.Prepare(t.Context(), memName, units) != nil {
+		t.Fatal("the guaranteed container does not start")
+	}
+	notebook.Created = clock.now()
+	look(notebook)
+	lend(t, d, g.ID, true)
+	s, err := d.Allocate(spotName, units)
+	if err != nil {
+		t.Fatal(err)
+	}
+	look(notebook)
+	if a := allocationOf(t, d, s.ID); a.Phase != ledger.Taken || a.After != "" {
+		t.Fatalf("over a container that lends: %s after %q", a.Phase, a.After)
+	}
+	if !ready(d, s.ID) || d.Prepare(t.Context(), spotName, units) != nil {
+		t.Fatal("the spot container does not start")
+	}
+	job := Use{ID: "c2", Key: s.ID, Holder: holder("batch", "job", "c", "uid-s"), Created: clock.now()}
+	d.Shut(g.ID) // the driver was loaded anew
+	look(notebook, job)
+	if a := allocationOf(t, d, g.ID); a.Phase != ledger.Taken || a.After != "" {
+		t.Fatalf("the holder that lends waits: %s after %q", a.Phase, a.After)
+	}
+	if !ready(d, g.ID) {
+		t.Fatal("the holder that lends does not open again")
+	}
+
+	lend(t, d, g.ID, false)
+	look(notebook, job)
+	if a := allocationOf(t, d, s.ID); a.Phase != ledger.Waiting || a.Out() || !d.Borrowed(g.ID) {
+		t.Fatalf("at the end, with its container: %+v", a)
+	}
+	look(notebook)
+	if a := allocationOf(t, d, s.ID); !a.Out() || d.Borrowed(g.ID) {
+		t.Fatalf("at the end, without its container: %+v", a)
 	}
 }
 

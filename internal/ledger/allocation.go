@@ -47,6 +47,10 @@ type Allocation struct {
 	Tier  Tier
 	// Yield is why it gives its room back. Only a spot allocation has one.
 	Yield Yield
+	// Lending is true if spot allocations may have its room: it is guaranteed, and none of its processes
+	// can use the GPU. Recalled is when lending last ended; zero if it never has. See Ledger.SetLending.
+	Lending  bool
+	Recalled time.Time
 	// Resource is what was asked for, in the front-end's words: the name of an extended resource,
 	// or of the DRA driver.
 	Resource string

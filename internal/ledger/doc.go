@@ -38,7 +38,7 @@
 //     claim, the front-end calls Release, in any phase. The ledger forgets the allocation. The loop
 //     removes the files and instances that no allocation has any longer.
 //
-// There are five turns off this road:
+// There are six turns off this road:
 //
 //   - Renew: the kubelet gives exactly the devices of an allocation to the next container before
 //     the front-end knows that the first one has ended. The ID stays, and the allocation is
@@ -55,6 +55,8 @@
 //     spot allocation is Waiting from that moment and yields ([Yield]): no container starts with it until the
 //     guaranteed one has ended. When no container of it runs any longer, the front-end calls SetOut, and what
 //     changes the hardware counts its room as free.
+//   - SetLending: no process of a guaranteed allocation is on the GPU, and none can come to it unnoticed. Spot
+//     allocations may then have its room, too. When it wants the room back, SetLending ends that, and they yield.
 //
 // [Phase] describes each phase, and [Transitions] lists all steps with their triggers. Between the
 // loop's look at an allocation and its report the allocation may be renewed. So each allocation has
@@ -80,7 +82,7 @@
 //
 // # Room
 //
-// No two guaranteed allocations have the same room, but for this. A request may permit an overlap with other
+// No two guaranteed allocations have the same room, lent or not, but for this. A request may permit an overlap with other
 // allocations. Device plugins always do, since there the
 // kubelet decides: it gives the devices of an init container to the app containers of the same pod,
 // too, and those of a pod that is ending to the next. Claims never do: their front-end calls Take when

@@ -167,6 +167,7 @@ func (l *Ledger) freeLocked(r *Request) error {
 			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case r.Tier == Guaranteed && o.Tier == Spot: // it yields
+		case o.Free(r.Tier):
 		case r.Tier == Spot && o.Tier == Guaranteed && overlap(l.rooms, r.Grants, o.Grants):
 			return fmt.Errorf("guaranteed allocation %s has some of the pieces: %w", o.ID, ErrHeld)
 		case !r.Overlap && overlap(l.rooms, r.Grants, o.Grants):
@@ -289,6 +290,7 @@ func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 // the allocation is reinstated or released. The first call begins a new epoch, and each Prepare that
 // waits for the allocation fails. A further call only changes the words.
 func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone <-chan struct{}) {
+	now := l.now()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
@@ -296,6 +298,7 @@ func (l *Ledger) Supersede(id string, epoch uint64, others, forPod string) (gone
 		return nil
 	}
 	if !a.Superseded {
+		l.lendLocked(a, false, now)
 		l.epoch++
 		a.Superseded, a.gone, a.Epoch = true, make(chan struct{}), l.epoch
 		signal(a.open)
@@ -424,9 +427,14 @@ func (a *allocation) notOpen() error {
 		"see the agent's log and `gpu-agent status`", ErrNotOpen, a.ID)
 }
 
-// SetTwice sets whether the kubelet has given an allocation to two pods.
+// SetTwice sets whether the kubelet has given an allocation to two pods. Such an allocation does not lend.
 func (l *Ledger) SetTwice(id string, twice bool) {
-	l.edit(id, func(a *allocation) { a.Twice = twice })
+	now := l.now()
+	l.edit(id, func(a *allocation) {
+		if a.Twice = twice; twice {
+			l.lendLocked(a, false, now)
+		}
+	})
 }
 
 // SetOpen permits the container of an allocation to be created, and reports whether the allocation

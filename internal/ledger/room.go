@@ -81,7 +81,7 @@ type taken struct {
 }
 
 // Rooms returns what is taken of each of these GPUs, for an allocation of a tier: a guaranteed one has
-// the room of spot allocations, too.
+// the room of spot allocations, too, and a spot one that of allocations that lend.
 func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -98,7 +98,7 @@ func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 		rooms[u] = r
 	}
 	for _, a := range l.allocations {
-		if of == Guaranteed && a.Tier != Guaranteed {
+		if of == Guaranteed && a.Tier != Guaranteed || a.Free(of) {
 			continue
 		}
 		for i := range a.Grants {

@@ -64,6 +64,67 @@ func (a *Allocation) Yielding() bool { return a.Yield.Asked() && !a.Yield.Out }
 // Out reports whether a spot allocation has given its room back: no container of it runs or can start.
 func (a *Allocation) Out() bool { return a.Yield.Asked() && a.Yield.Out }
 
+// wanted returns the time from which a guaranteed allocation that does not lend has wanted its room.
+func (a *Allocation) wanted() time.Time {
+	if a.Recalled.After(a.Given) {
+		return a.Recalled
+	}
+	return a.Given
+}
+
+// Free reports whether an allocation's room is free for one of a tier: a guaranteed one that lends is no
+// obstacle for spot.
+func (a *Allocation) Free(to Tier) bool { return a.Lending && to == Spot }
+
+// SetLending sets whether spot allocations may have the room of a guaranteed allocation. It does nothing if
+// the allocation has another epoch by now, and lends nothing of a spot allocation, one that is superseded, and
+// one that two pods have. When lending ends, the spot allocations in that room yield, from this moment on.
+//
+// The ledger knows nothing of the holder's processes. The caller makes sure that none of them uses the GPU from
+// before lending begins until the spot allocations are Out.
+//
+// Whether an allocation lends is in no record: the next process finds it out anew. SetLending reports whether
+// something changed.
+func (l *Ledger) SetLending(id string, epoch uint64, on bool) (changed bool) {
+	now := l.now()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	a := l.allocations[id]
+	if a == nil || a.Epoch != epoch || a.Lending == on || on && (a.Tier != Guaranteed || a.Superseded || a.Twice) {
+		return false
+	}
+	l.lendLocked(a, on, now)
+	return true
+}
+
+// lendLocked begins or ends lending.
+func (l *Ledger) lendLocked(a *allocation, on bool, now time.Time) {
+	if a.Lending == on {
+		return
+	}
+	if a.Lending = on; !on {
+		a.Recalled = now
+	}
+	l.version++
+	l.yieldLocked()
+}
+
+// Borrowed reports whether a spot allocation has, or may still have, room of an allocation.
+func (l *Ledger) Borrowed(id string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	g := l.allocations[id]
+	if g == nil || l.spots == 0 {
+		return false
+	}
+	for _, a := range l.allocations {
+		if a.Tier == Spot && a != g && !a.Out() && overlap(l.rooms, g.Grants, a.Grants) {
+			return true
+		}
+	}
+	return false
+}
+
 // yieldLocked works out which spot allocations give their room back, and to which guaranteed ones. It is
 // called whenever an allocation comes, goes, or has other grants.
 func (l *Ledger) yieldLocked() {
@@ -77,10 +138,10 @@ func (l *Ledger) yieldLocked() {
 		var to []string
 		var since time.Time
 		for _, g := range l.allocations {
-			if g.Tier == Guaranteed && overlap(l.rooms, g.Grants, a.Grants) {
+			if g.Tier == Guaranteed && !g.Lending && overlap(l.rooms, g.Grants, a.Grants) {
 				to = append(to, g.ID)
-				if since.IsZero() || g.Given.Before(since) {
-					since = g.Given
+				if at := g.wanted(); since.IsZero() || at.Before(since) {
+					since = at
 				}
 			}
 		}

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
@@ -173,9 +174,120 @@ func TestTierIsInRecords(t *testing.T) {
 	}
 }
 
+// The room of a guaranteed allocation that lends is free for spot and for no other. When lending ends, the spot
+// allocations in it yield from that moment, and no other is made there. Only a guaranteed allocation that one pod
+// has lends, and only for the epoch that was looked at.
+func TestLending(t *testing.T) {
+	now := time.Date(2026, 11, 1, 12, 0, 0, 0, time.UTC)
+	l := New(func() {}, func() time.Time { return now })
+	for _, r := range []Request{guaranteedOf("g", unitsOf("GPU-a", 0, 1, 2, 3)), guaranteedOf("beside", unitsOf("GPU-a", 4, 5))} {
+		if _, err := l.Take(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	g := getOf(l, "g")
+	if l.SetLending("g", g.Epoch+1, true) || l.SetLending("h", 0, true) || l.SetLending("g", g.Epoch, false) {
+		t.Error("something changes by the news of another epoch, of no allocation, or without news")
+	}
+	before, _, _ := l.State()
+	if !l.SetLending("g", g.Epoch, true) || !getOf(l, "g").Lending || l.Borrowed("g") {
+		t.Fatalf("it does not lend: %+v", getOf(l, "g"))
+	}
+	if after, _, _ := l.State(); after == before {
+		t.Error("the version is as before, so no round would look at it")
+	}
+	now = now.Add(time.Hour)
+	r := spotOf("s", unitsOf("GPU-a", 2, 3))
+	r.Overlap = false
+	if _, err := l.Take(r); err != nil {
+		t.Fatalf("over what is lent: %v", err)
+	}
+	if _, err := l.Take(spotOf("t", unitsOf("GPU-a", 3, 4))); !errors.Is(err, ErrHeld) {
+		t.Errorf("also over what is not lent: %v", err)
+	}
+	h := guaranteedOf("h", unitsOf("GPU-a", 0))
+	h.Overlap = false
+	if _, err := l.Take(h); !errors.Is(err, ErrHeld) {
+		t.Errorf("a guaranteed one over what is lent: %v", err)
+	}
+	open(t, l, "s")
+	if s := getOf(l, "s"); s.Yield.Asked() || l.SetLending("s", s.Epoch, true) || !l.Borrowed("g") || l.Borrowed("beside") || l.Borrowed("nobody") {
+		t.Errorf("%+v; g lends %v, beside %v", s, l.Borrowed("g"), l.Borrowed("beside"))
+	}
+
+	now = now.Add(time.Hour)
+	if !l.SetLending("g", g.Epoch, false) {
+		t.Fatal("lending does not end")
+	}
+	s := getOf(l, "s")
+	if !slices.Equal(s.Yield.To, []string{"g"}) || !s.Yield.Since.Equal(now) || s.Phase != Waiting || !l.Borrowed("g") {
+		t.Errorf("at the end, %v: %+v", now, s)
+	}
+	if _, err := l.Take(spotOf("t", unitsOf("GPU-a", 0))); !errors.Is(err, ErrHeld) {
+		t.Errorf("after the end: %v", err)
+	}
+	l.SetOut("s", s.Epoch)
+	if l.Borrowed("g") {
+		t.Error("it is borrowed though the spot allocation is out")
+	}
+	if !l.SetLending("g", g.Epoch, true) || getOf(l, "s").Phase != Reserved {
+		t.Errorf("lent again: %+v", getOf(l, "s"))
+	}
+
+	for what, end := range map[string]func(id string, epoch uint64){
+		"renewed": func(id string, _ uint64) {
+			if _, err := l.Renew(guaranteedOf(id, unitsOf("GPU-a", 0, 1, 2, 3))); err != nil {
+				t.Error(err)
+			}
+		},
+		"superseded":   func(id string, epoch uint64) { l.Supersede(id, epoch, "x", "x") },
+		"of two pods":  func(id string, _ uint64) { l.SetTwice(id, true) },
+		"of two again": func(id string, _ uint64) { l.SetTwice(id, true) },
+	} {
+		l.Release(DevicePlugin, "g")
+		if _, err := l.Take(guaranteedOf("g", unitsOf("GPU-a", 0, 1, 2, 3))); err != nil {
+			t.Fatal(err)
+		}
+		if g = getOf(l, "g"); !l.SetLending("g", g.Epoch, true) || getOf(l, "s").Yield.Asked() {
+			t.Fatalf("before it is %s: %+v", what, getOf(l, "s"))
+		}
+		now = now.Add(time.Hour)
+		end("g", g.Epoch)
+		if g, s := getOf(l, "g"), getOf(l, "s"); g.Lending || !s.Yielding() || !s.Yield.Since.Equal(now) {
+			t.Errorf("%s: %+v\n%+v", what, g, s)
+		}
+		if g := getOf(l, "g"); what != "renewed" && l.SetLending("g", g.Epoch, true) {
+			t.Errorf("it lends though it is %s", what)
+		}
+	}
+}
+
+// A new process has the room of a holder that lent for as long as it finds out, whichever record it reads first.
+func TestLendingIsInNoRecord(t *testing.T) {
+	for _, order := range [][]string{{"s", "g"}, {"g", "s"}} {
+		l := newLedger()
+		for _, id := range order {
+			r := Record{Owner: DevicePlugin, Grants: unitsOf("GPU-a", 0, 1)}
+			if id == "s" {
+				r.Tier = Spot
+			}
+			if _, err := l.Found(id, r, time.Time{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if g, s := getOf(l, "g"), getOf(l, "s"); g.Lending || !s.Yielding() {
+			t.Errorf("%v: %+v\n%+v", order, g, s)
+		}
+		if !l.SetLending("g", 0, true) || getOf(l, "s").Yield.Asked() || getOf(l, "s").Phase != Reserved {
+			t.Errorf("%v: found to lend: %+v", order, getOf(l, "s"))
+		}
+	}
+}
+
 // In random histories, whatever is reported and in which order: no two guaranteed allocations of requests without
 // overlap meet, a spot allocation is open only while no guaranteed one meets it, a guaranteed request is never
-// refused because of spot, and what yields is asked to since the first of those that it yields to.
+// refused because of spot, and what yields is asked to since the first of those that it yields to. What lends meets
+// spot allocations that do not yield to it, and no guaranteed one.
 func TestTiersWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(44, 1))
 	l := newLedger()
@@ -184,7 +296,7 @@ func TestTiersWalk(t *testing.T) {
 	for range 100_000 {
 		id := ids[rng.IntN(len(ids))]
 		a, known := l.Get(id)
-		switch rng.IntN(9) {
+		switch rng.IntN(13) {
 		case 0, 1:
 			first, n := rng.IntN(12), 1+rng.IntN(4)
 			var numbers []int
@@ -197,7 +309,7 @@ func TestTiersWalk(t *testing.T) {
 			}
 			inTheWay := known
 			for _, o := range l.Allocations() {
-				if l.Overlap(o.Grants, r.Grants) && o.Tier == Guaranteed {
+				if l.Overlap(o.Grants, r.Grants) && o.Tier == Guaranteed && (r.Tier == Guaranteed || !o.Lending) {
 					inTheWay = true
 				}
 			}
@@ -218,11 +330,20 @@ func TestTiersWalk(t *testing.T) {
 			l.SetLayoutYields(map[string]bool{ids[rng.IntN(len(ids))]: true})
 		case 7, 8:
 			l.Release(DevicePlugin, id)
+		case 9:
+			l.Looked(id, a.Epoch, "", "")
+			l.SetOpen(id, a.Epoch)
+		case 10, 11, 12:
+			on := rng.IntN(8) > 0
+			if changed := l.SetLending(id, a.Epoch, on); changed != (known && a.Tier == Guaranteed && a.Lending != on) {
+				t.Fatalf("lending of %+v is set to %v: %v", a, on, changed)
+			}
 		}
 		all := l.Allocations()
 		for i := range all {
 			x := &all[i]
 			var to []string
+			borrowed := false
 			for j := range all {
 				y := &all[j]
 				if i == j || !l.Overlap(x.Grants, y.Grants) {
@@ -231,12 +352,22 @@ func TestTiersWalk(t *testing.T) {
 				if x.Tier == Guaranteed && y.Tier == Guaranteed {
 					t.Fatalf("two guaranteed allocations meet: %+v %+v", x, y)
 				}
-				if x.Tier == Spot && y.Tier == Guaranteed {
+				borrowed = borrowed || y.Tier == Spot && !y.Out()
+				switch {
+				case x.Tier == Spot && y.Lending:
+					met["in lent room"]++
+					if x.IsOpen() {
+						met["open in lent room"]++
+					}
+				case x.Tier == Spot && y.Tier == Guaranteed:
 					to = append(to, y.ID)
-					if x.Yield.Since.After(y.Given) && !x.Yield.Layout && len(x.Yield.To) == 1 {
+					if wanted := slices.MaxFunc([]time.Time{y.Given, y.Recalled}, time.Time.Compare); x.Yield.Since.After(wanted) && !x.Yield.Layout && len(x.Yield.To) == 1 {
 						t.Fatalf("asked after the request: %+v %+v", x, y)
 					}
 				}
+			}
+			if x.Tier == Guaranteed && l.Borrowed(x.ID) != borrowed {
+				t.Fatalf("borrowed: %v, and %+v", borrowed, x)
 			}
 			switch {
 			case !slices.Equal(to, x.Yield.To):
@@ -254,7 +385,7 @@ func TestTiersWalk(t *testing.T) {
 			}
 		}
 	}
-	for _, what := range []string{"take guaranteed", "take guaranteed refused", "take spot", "take spot refused", "out", "yielding", "open spot"} {
+	for _, what := range []string{"take guaranteed", "take guaranteed refused", "take spot", "take spot refused", "out", "yielding", "open spot", "in lent room", "open in lent room"} {
 		if met[what] < 1000 {
 			t.Errorf("%q was met %d times", what, met[what])
 		}
