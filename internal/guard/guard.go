@@ -247,8 +247,9 @@ type gpuExaminer interface {
 type finding struct {
 	Uninvited
 	users    map[int]string // see State.users
-	baseline *baseline      // nil if not all was in order
-	daemon   string         // the MPS daemon, as Daemon.print tells it; empty if the GPU has none
+	presence Presence
+	baseline *baseline // nil if not all was in order
+	daemon   string    // the MPS daemon, as Daemon.print tells it; empty if the GPU has none
 }
 
 // guardLog is the guard's log. It limits how much a container can make the guard write.

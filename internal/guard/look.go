@@ -120,7 +120,7 @@ func (e *examiner) look(
 	}
 	allowances = append(allowances, judged...)
 	slices.SortFunc(allowances, func(a, b memcap.Allowance) int { return strings.Compare(a.Container, b.Container) })
-	f = &finding{Uninvited: l, users: sc.users()}
+	f = &finding{Uninvited: l, users: sc.users(), presence: e.presence(sc)}
 	e.count(d.UUID, sc, allowances)
 	verdicts := e.judge.Judge(sc.sample, allowances, func(id string) bool {
 		return e.knows(id, held) || slices.ContainsFunc(judged, func(h memcap.Allowance) bool {

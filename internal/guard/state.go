@@ -36,6 +36,8 @@ type State struct {
 	// users has the allocation that each process counts for, by GPU and PID, as of each GPU's last
 	// look. The inner maps are replaced, and never changed.
 	users map[gpu.UUID]map[int]string
+	// presences has which allocations have processes on each GPU, as of its last look.
+	presences map[gpu.UUID]Presence
 }
 
 // Uninvited counts the processes on a GPU that have no allocation there: those of containers
@@ -46,7 +48,7 @@ type Uninvited struct {
 
 // publish makes what was seen the state.
 func (g *Guard) publish(gpus []gpu.Device, held allocations) {
-	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}}
+	st := &State{On: map[gpu.UUID]Uninvited{}, users: map[gpu.UUID]map[int]string{}, presences: map[gpu.UUID]Presence{}}
 	st.Found, st.Kills = g.examiner.counts()
 	st.Detached, st.Undetached = g.examiner.detaches()
 	for i := range gpus {
@@ -54,7 +56,7 @@ func (g *Guard) publish(gpus []gpu.Device, held allocations) {
 	}
 	for u, f := range g.found {
 		if _, given := st.On[u]; given {
-			st.On[u] = f.Uninvited
+			st.On[u], st.presences[u] = f.Uninvited, f.presence
 		}
 		if f.users != nil {
 			st.users[u] = f.users
