@@ -10,6 +10,7 @@ import (
 	"io"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -257,6 +258,21 @@ func (r *Runtime) Pods(ctx context.Context) (map[string]workload.Pod, error) {
 // Labels returns the labels of the pods whose sandbox is ready, by the pod's UID. The kubelet told
 // the runtime these labels when the pod came to the node. The authors of pods write them.
 func (r *Runtime) Labels(ctx context.Context) (map[string]map[string]string, error) {
+	return r.ofPods(ctx, (*cri.PodSandbox).GetLabels)
+}
+
+// PodAnnotations returns the annotations of the pods whose sandbox is ready, by the pod's UID, as of
+// the time at which the pod came to the node. It leaves out a pod without any: the kubelet gives
+// each pod some, so the runtime does not tell. The authors of pods write them. Errors are those of
+// Containers.
+func (r *Runtime) PodAnnotations(ctx context.Context) (map[string]map[string]string, error) {
+	of, err := r.ofPods(ctx, (*cri.PodSandbox).GetAnnotations)
+	maps.DeleteFunc(of, func(_ string, annotations map[string]string) bool { return len(annotations) == 0 })
+	return of, err
+}
+
+// ofPods returns what each ready sandbox has, by the pod's UID.
+func (r *Runtime) ofPods(ctx context.Context, has func(*cri.PodSandbox) map[string]string) (map[string]map[string]string, error) {
 	ready := &cri.PodSandboxFilter{State: &cri.PodSandboxStateValue{State: cri.PodSandboxState_SANDBOX_READY}}
 	answer, err := ask(ctx, r, func(c cri.RuntimeServiceClient) (*cri.ListPodSandboxResponse, error) {
 		return c.ListPodSandbox(ctx, &cri.ListPodSandboxRequest{Filter: ready})
@@ -264,13 +280,13 @@ func (r *Runtime) Labels(ctx context.Context) (map[string]map[string]string, err
 	if err != nil {
 		return nil, r.wrap("list pod sandboxes", err)
 	}
-	labels := make(map[string]map[string]string, len(answer.GetItems()))
+	of := make(map[string]map[string]string, len(answer.GetItems()))
 	for _, s := range answer.GetItems() {
-		if uid := cmp.Or(s.GetMetadata().GetUid(), s.GetLabels()[labelPodUID]); uid != "" {
-			labels[uid] = s.GetLabels()
+		if uid := cmp.Or(s.GetMetadata().GetUid(), s.GetLabels()[labelPodUID]); uid != "" && s.GetState() == cri.PodSandboxState_SANDBOX_READY {
+			of[uid] = has(s)
 		}
 	}
-	return labels, nil
+	return of, nil
 }
 
 // wrap adds the request and the endpoint to an error. If the runtime does not know the request, the

@@ -158,6 +158,29 @@ func TestPods(t *testing.T) {
 	}
 }
 
+// The annotations of a pod are those that its sandbox was made with. A pod without any is left out, and so is one
+// that is over.
+func TestPodAnnotations(t *testing.T) {
+	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
+	seen := map[string]string{"kubernetes.io/config.source": "api"}
+	s.Answer("ListPodSandbox", func(context.Context, any) (any, error) {
+		return &cri.ListPodSandboxResponse{Items: []*cri.PodSandbox{
+			{Id: "1", Metadata: &cri.PodSandboxMetadata{Uid: "u1"}, Annotations: seen, Labels: map[string]string{"app": "x"}},
+			{Id: "2", Metadata: &cri.PodSandboxMetadata{Uid: "u2"}, Annotations: seen, State: cri.PodSandboxState_SANDBOX_NOTREADY},
+			{Id: "3", Labels: labels("u3", "train", "job", ""), Annotations: seen},
+			{Id: "4", Metadata: &cri.PodSandboxMetadata{Uid: "u4"}}, {Id: "5", Annotations: seen},
+		}}, nil
+	})
+	got, err := asker(t, s).PodAnnotations(t.Context())
+	if want := map[string]map[string]string{"u1": seen, "u3": seen}; err != nil || !reflect.DeepEqual(got, want) {
+		t.Errorf("%v, %v, want %v", got, err, want)
+	}
+	s.Answer("ListPodSandbox", func(context.Context, any) (any, error) { return nil, errors.New("not now") })
+	if got, err := asker(t, s).PodAnnotations(t.Context()); err == nil || got != nil {
+		t.Errorf("of a runtime that does not answer: %v, %v", got, err)
+	}
+}
+
 // many returns containers as a kubelet makes them, annotated with about size
 // bytes each.
 func many(n, size int) *cri.ListContainersResponse {
