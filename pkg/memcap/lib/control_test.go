@@ -144,3 +144,59 @@ func TestWaitsAreRead(t *testing.T) {
 		t.Errorf("%d waits, %v, want 3", c.Waits, err)
 	}
 }
+
+// What the agent has asked of an allocation, and how often its processes began to wait, can be read without a meter,
+// also by the next process. Pages that there are not say nothing, and no zero.
+func TestControlled(t *testing.T) {
+	p := somePages(t)
+	paths, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 4 << 30}, {GPU: bGPU, Bytes: 2 << 30}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, bits := range []uint64{0, ControlHold, ControlYield, 0} {
+		if err := p.Control(aKey, bits); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := p.Controlled(aKey); got != bits || err != nil {
+			t.Errorf("it is %d (%v), want %d", got, err, bits)
+		}
+	}
+	if n, err := p.Waits(aKey); n != 0 || err != nil {
+		t.Errorf("%d waits (%v) at the beginning", n, err)
+	}
+	for u, n := range map[gpu.UUID]byte{aGPU: 3, bGPU: 4} {
+		f, err := os.OpenFile(paths[u].Usage, os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = f.WriteAt([]byte{n, 1}, useWaits)
+		if err = errors.Join(err, f.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n, err := p.Waits(aKey); n != 2*256+7 || err != nil {
+		t.Errorf("%d waits (%v), want %d", n, err, 2*256+7)
+	}
+	if err := os.Truncate(paths[bGPU].Usage, 100); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Waits(aKey); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("waits on a broken page: %v", err)
+	}
+	if _, err := p.Write("whole", time.Second, []Limit{{GPU: aGPU, Bytes: None}}); err != nil {
+		t.Fatal(err)
+	}
+	for _, key := range []string{"none", "whole"} {
+		if _, err := p.Waits(key); !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("waits of %s: %v", key, err)
+		}
+	}
+	if _, err := p.Controlled("none"); !errors.Is(err, gpu.ErrNotFound) {
+		t.Errorf("of no allocation: %v", err)
+	}
+	_, err = p.Waits("../" + aKey)
+	_, errControlled := p.Controlled("../" + aKey)
+	if !errors.Is(err, gpu.ErrInvalid) || !errors.Is(errControlled, gpu.ErrInvalid) {
+		t.Errorf("of a key with a path: %v, %v", err, errControlled)
+	}
+}
