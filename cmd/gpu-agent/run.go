@@ -215,6 +215,8 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		End:        func(ctx context.Context, c *node.Container) (string, error) { return d.watchdog.End(ctx, c) },
 		Yields:     d.metrics,
 	}
+	d.worlds.Lending = &agent.Lending{Pages: d.caps.Pages, Annotations: d.runtime.PodAnnotations,
+		Presence: func(u gpu.UUID) (guard.Presence, bool) { return d.watchdog.Presence(u) }}
 	limiter := guard.ByCgroup{Driver: d.driver, Runtime: d.runtime}
 	d.worlds.Limits = limiter
 	if f.nodeName != "" {

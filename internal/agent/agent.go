@@ -174,6 +174,7 @@ func New(o Options, w Worlds) *Agent {
 	front, claims := l.offering.front, l.offering.claims
 	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
 		front, l.offering.names, w.Kubelet, w.Runtime, waker.wake)
+	l.lender = newLender(&o, &w, l.ledger, front, waker.wake)
 	l.others = newCoexistence(&o, &w, l.witnesses, waker.wake)
 	monitor := health.New(o.Health)
 	l.reader = newReader(&o, &w, monitor, waker.wake)
@@ -190,7 +191,7 @@ func New(o Options, w Worlds) *Agent {
 	shown := &display{names: l.offering.names, domain: o.Domain, unit: o.MemoryUnit, drain: !o.KeepOffering, grace: o.YieldGrace,
 		caps: claims.caps, front: front, ledger: l.ledger, plugins: w.Plugins,
 		latest: reporter.last, choice: l.mail.choice, claimed: claims.inUse, daemons: l.mps.latest,
-		containers: w.containers}
+		containers: w.containers, lends: l.lender.words}
 	object := newGPUNodeWriter(w.GPUNodes, func() *gpunode.Status {
 		in := l.mail.latest()
 		return shown.gpuNode(in.holdersIn(o.HoldersIn))
@@ -200,7 +201,7 @@ func New(o Options, w Worlds) *Agent {
 	yields := newYielder(&o, &w, l.ledger, front, l.witnesses, l.ration)
 	bg := &background{
 		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
-		afterRound: []func(bool){object.turn, w.Account.round, yields.turn},
+		afterRound: []func(bool){object.turn, w.Account.round, yields.turn, l.lender.round},
 	}
 	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
 		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
@@ -216,6 +217,7 @@ func New(o Options, w Worlds) *Agent {
 	}
 	bg.atEnd = append(bg.atEnd, claims.leave)
 	bg.add(w.Account != nil, w.Account.run)
+	bg.add(w.Lending != nil, l.lender.run)
 	l.background = bg
 	return &Agent{loop: l, mps: l.mps, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
 		display: shown}

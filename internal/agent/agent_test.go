@@ -67,6 +67,7 @@ type outside struct {
 	able      *able         // nil where the driver is not asked for limits
 	openCaps  bool
 	mps       *supervised // nil where no supervisor is asked
+	programs  *programs   // nil where nothing is lent
 	letGo     bool
 	letGoErr  error
 	rounds    int
@@ -508,6 +509,9 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		if y.evicts {
 			worlds.Evict = y.Evict
 		}
+	}
+	if o.programs != nil {
+		worlds.Lending = &Lending{Pages: o.programs, Presence: o.programs.presence, Annotations: o.programs.annotationsOf}
 	}
 	b.Agent = New(Options{StateDir: "/state", MPS: o.mps != nil, YieldGrace: grace,
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: o.unit, Node: "node-1", Pod: ownPod, Boot: o.boot,

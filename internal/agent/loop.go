@@ -32,6 +32,7 @@ type loop struct {
 	slices     *timeSlices
 	finder     *finder
 	mps        *mpsDaemons
+	lender     *lender
 	gates      *gatekeeper
 	offering   *offering
 	journal    *journal

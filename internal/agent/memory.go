@@ -53,6 +53,7 @@ func (l *loop) remember() {
 		}
 	}
 	l.gates.adoptFiles(l.takeOver)
+	l.lender.adopt()
 }
 
 // takeOver adds an allocation of an earlier process to the ledger.

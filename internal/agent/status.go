@@ -44,6 +44,8 @@ type scene struct {
 	computed func(id string, u gpu.UUID) compute.Held
 	// grace is Options.YieldGrace.
 	grace time.Duration
+	// lends returns what people are told of the lending of an allocation's room; empty if there is nothing.
+	lends func(id string) string
 }
 
 // display shows the results of rounds: as the status, as the GPUNode, and as the answers of
@@ -70,12 +72,14 @@ type display struct {
 	claimed func() bool
 	// daemons returns the MPS daemons of the GPUs that are laid out for it, as they are now.
 	daemons func() map[gpu.UUID]guard.Daemon
+	// lends is as in scene.
+	lends func(id string) string
 }
 
 // scene returns the last round's inventory and outcome, with the present offer and allocations.
 func (y *display) scene() *scene {
 	at := newScene(y.latest(), y.names, y.domain, y.unit, y.front.Offer(), y.ledger.Allocations())
-	at.over, at.grace = y.front.Over, y.grace
+	at.over, at.grace, at.lends = y.front.Over, y.grace, y.lends
 	seen := y.containers()
 	at.computed = func(id string, u gpu.UUID) compute.Held { return heldIn(seen, id, u) }
 	return at
@@ -99,7 +103,7 @@ func newScene(s *Snapshot, names *deviceplugin.Names, domain string, unit gpu.Mi
 	allocations []ledger.Allocation) *scene {
 	at := &scene{s, names, domain, unit, offer, allocations, map[string]map[string]bool{},
 		map[string]*ledger.Allocation{}, func(string) bool { return false },
-		func(string, gpu.UUID) compute.Held { return unseen }, 0}
+		func(string, gpu.UUID) compute.Held { return unseen }, 0, func(string) string { return "" }}
 	for i := range at.allocations {
 		c := &at.allocations[i]
 		if at.held[c.Resource] == nil {
@@ -232,7 +236,7 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 			h := status.Holder{
 				Namespace: c.Holder.Namespace, Pod: c.Holder.Name, Container: c.Holder.Container,
 				Resource: c.Resource, Instances: c.Kind().InMIG(), Units: n, Since: &c.Given,
-				Waits: c.After, Over: at.over(c.ID),
+				Waits: c.After, Over: at.over(c.ID), Lending: at.lends(c.ID),
 			}
 			if c.Owner == ledger.DRA {
 				h.Kind = string(c.Kind())

@@ -65,6 +65,8 @@ type Worlds struct {
 	Observer Observer
 	// Account is nil if the agent keeps no usage journal.
 	Account *Account
+	// Lending is nil if the agent lends no room of idle holders.
+	Lending *Lending
 }
 
 // containers returns what the watchdog last saw of containers; nothing if there is no watchdog.

@@ -238,7 +238,7 @@ func TestEveryField(t *testing.T) {
 		}
 	}
 	for _, field := range []string{"Status.Node", "Status.Machine", "GPU.Model", "GPU.UUID", "Placement.Profile",
-		"Holder.Pod", "Holder.Beside", "Holder.Waits", "Holder.Tier", "Yield.To", "Matrix.Cells", "MatrixNIC.Name", "Policy.Reason",
+		"Holder.Pod", "Holder.Beside", "Holder.Waits", "Holder.Tier", "Yield.To", "Holder.Lending", "Matrix.Cells", "MatrixNIC.Name", "Policy.Reason",
 		"Watchdog.Reason", "Partition.Message"} {
 		if fields[field] == 0 {
 			t.Errorf("%s is not shown, or there is no such field", field)

@@ -132,7 +132,7 @@ type tenant struct {
 	Holds      string     // empty for a MIG device, and if only the watchdog knows the container
 	Age, Waits string
 	Beside     string  // the pods that share it
-	Kept       string  // why it is held though nothing uses it, and its tier unless that is guaranteed
+	Kept       string  // why it is held though nothing uses it, its tier unless that is guaranteed, and whether it is lent
 	Yields     string  // to whom it gives its room back, and by when
 	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
 }
@@ -140,7 +140,8 @@ type tenant struct {
 // mostBeside is how many of the pods that share a claim are listed: a claim may have 256.
 const mostBeside = 5
 
-// kept returns why a holder keeps devices that nothing uses, and its tier unless that is guaranteed.
+// kept returns why a holder keeps devices that nothing uses, its tier unless that is guaranteed, and whether it lends
+// them.
 func (h *Holder) kept() string {
 	why, tier := "", ""
 	if h.Over {
@@ -149,7 +150,7 @@ func (h *Holder) kept() string {
 	if h.Tier != "" {
 		tier = "in the " + h.Tier + " tier"
 	}
-	return join("; ", tier, why)
+	return join("; ", tier, why, h.Lending)
 }
 
 // yields returns to whom a holder gives its room back, and by when; it is empty if it keeps its room.

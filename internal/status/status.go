@@ -279,6 +279,9 @@ type Holder struct {
 	// empty. Yield is why and by when it does so now; nil if its room is not wanted.
 	Tier  string `json:"tier,omitempty"`
 	Yield *Yield `json:"yield,omitempty"`
+	// Lending is whether the holder's idle room is lent to spot pods, or why it is not, in words for
+	// people. It is empty if there is nothing to say.
+	Lending string `json:"lending,omitempty"`
 	// Kind is what a claim has of the GPU: "whole", "units", "replica" or "placement". It is empty for
 	// a holder through the device plugin, whose Resource says it.
 	Kind string `json:"kind,omitempty"`
