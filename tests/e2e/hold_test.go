@@ -127,11 +127,13 @@ func TestLimitBeforeTheFirstInstruction(t *testing.T) {
 	c := b.container("main", map[string]int{lab.Memory: limit / giB})
 	c.Then = greedy
 	b.must(node.RunJob(b.ctx, lab.Pod{Name: "greedy", Containers: []lab.Container{c}}, starts, atOnce, starts))
-	b.Cleanup(func() {
-		if err := node.DeleteJob(context.Background(), "greedy"); err != nil {
-			b.Error(err)
-		}
-	})
+	if !*long {
+		b.Cleanup(func() {
+			if err := node.DeleteJob(context.Background(), "greedy"); err != nil {
+				b.Error(err)
+			}
+		})
+	}
 	b.must(node.AwaitJob(b.ctx, "greedy", 2*time.Minute+time.Duration(starts)*4*time.Second))
 	stop()
 	beside.Wait()
@@ -158,6 +160,15 @@ func TestLimitBeforeTheFirstInstruction(t *testing.T) {
 	b.Logf("%d starts and %d exec's in %v beside %d kills of the agent: %d containers took up to %d bytes, and none took more",
 		starts, execs, took.Round(time.Second), kills, most, uint64(limit))
 	if *long {
+		// What ends next would wait for the end of a thousand pods.
+		b.must(node.DeleteJob(b.ctx, "greedy"))
+		b.must(lab.Await(b.ctx, time.Duration(starts)*time.Second, "the job's pods to be gone", func(ctx context.Context) error {
+			left, err := node.Pods(ctx, "job-name=greedy")
+			if err == nil && len(left) > 0 {
+				err = fmt.Errorf("there are %d", len(left))
+			}
+			return err
+		}))
 		b.cost(50)
 	}
 
