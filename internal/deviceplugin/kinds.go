@@ -161,9 +161,8 @@ func TierOf(resource string) (t ledger.Tier, guaranteed string) {
 	return ledger.Guaranteed, resource
 }
 
-// HasSpot reports whether pieces of a kind can be offered to spot pods. Replicas cannot: each is a turn on
-// the GPU beside the others' whatever memory they use.
-func HasSpot(k piece.Kind) bool { return k.Known() && (!k.Shared() || k.Together()) }
+// HasSpot reports whether pieces of a kind can be offered to spot pods.
+func HasSpot(k piece.Kind) bool { return k.HasSpot() }
 
 // Fixed returns the names that do not depend on the node's GPUs: all but those of MIG profiles,
 // which Ours knows too.

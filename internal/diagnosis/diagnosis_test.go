@@ -51,6 +51,12 @@ func units(uuid string, index, total, held int) gpunode.GPU {
 	return g
 }
 
+// inSpot offers a GPU's room to spot pods, too: most of the units, of which they have held.
+func inSpot(g gpunode.GPU, most, held int) gpunode.GPU {
+	g.Spot = &gpunode.Spot{Resource: g.Resource + ".spot", Total: most, Free: most - held, Largest: most - held}
+	return g
+}
+
 // instances is a GPU in MIG mode with a geometry.
 func instances(uuid string, index int) gpunode.GPU {
 	return gpunode.GPU{UUID: uuid, Index: index, Mode: "mig", API: "device-plugin", Kind: piece.Kinds()[3],
@@ -162,6 +168,12 @@ func TestTroubles(t *testing.T) {
 	}{
 		"a wrong resource name": {facts(asking("example.com/gpu-memory", 24), healthy), WrongResource,
 			[]string{"container main asks for example.com/gpu-memory", "did you mean example.com/gpu-mem"}, "write example.com/gpu-mem"},
+		"more than spot pods may have": {facts(asking(memory+".spot", 50), on("node-1", inSpot(units(first, 0, 79, 0), 40, 0))), TooMuch,
+			[]string{"asks for 50 of example.com/gpu-mem.spot", "no GPU has more than 40"}, "at most 40"},
+		"no room for a spot pod": {facts(asking(memory+".spot", 20), on("node-1", inSpot(units(first, 0, 79, 0), 40, 25))), Full,
+			[]string{"node-1 has 15 of 40 of example.com/gpu-mem.spot free"}, ""},
+		"no spot tier": {facts(asking("example.com/gpu.shared.spot", 1), healthy), WrongResource,
+			[]string{"example.com/gpu.shared.spot, which is not the name of a resource that agents offer"}, "example.com/gpu-mem"},
 		"a name of NVIDIA's plugin": {facts(asking("nvidia.com/gpu", 1), healthy), WrongResource,
 			[]string{"nvidia.com/gpu, which is not the name of a resource that agents offer"}, "example.com/gpu-mem"},
 		"a MIG profile that no card has": {facts(asking("example.com/mig-9g.80gb", 1), on("node-1", instances(first, 0))), WrongResource,

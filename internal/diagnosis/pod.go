@@ -428,6 +428,9 @@ func (f *Facts) caps(p *Pod) (out []string) {
 			for j := range s.GPUs {
 				g := &s.GPUs[j]
 				n := c.Requests[g.Resource]
+				if g.Spot != nil && g.Spot.Resource != "" {
+					n += c.Requests[g.Spot.Resource]
+				}
 				has := len(c.Devices) == 0 || slices.Contains(gpusOf(c.Devices), g.UUID)
 				if n <= 0 || n > int64(g.Total) || !has || !g.Kind.Counted().Together() || s.MemoryUnitMiB == 0 {
 					continue

@@ -74,9 +74,10 @@ func (f *Facts) possible(name string) bool {
 	if !ok {
 		return false
 	}
+	base, spot := piece.OfSpot(base)
 	for _, k := range piece.Kinds() {
 		if k.Short() != "" && k.Short() == base {
-			return true
+			return !spot || k.HasSpot()
 		}
 	}
 	_, err := mig.ParseResource(base)
@@ -157,24 +158,14 @@ func (v *view) most(name string) (most int64) {
 	s := v.status()
 	for i := range s.GPUs {
 		g := &s.GPUs[i]
-		n := int64(0)
-		if g.Resource == name {
-			n = int64(g.Total)
-			if !g.Kind.Counted().Together() {
-				n = min(n, 1) // each is of another GPU
-			}
-		}
-		if g.MIG != nil {
-			for j := range g.MIG.Offers {
-				if g.MIG.Offers[j].Resource == name {
-					n += int64(len(g.MIG.Offers[j].Placements))
-				}
-			}
-		}
-		if g.Resource == name && g.Kind.Counted().Together() {
+		total, placements, _ := g.Of(name)
+		switch n := int64(total); {
+		case placements != nil:
+			most += int64(len(placements))
+		case g.Kind.Counted().Together():
 			most = max(most, n)
-		} else {
-			most += n
+		default:
+			most += min(n, 1) // each is of another GPU
 		}
 	}
 	return most
@@ -182,8 +173,8 @@ func (v *view) most(name string) (most int64) {
 
 // offering reports whether a GPU offers a resource.
 func offering(g *gpunode.GPU, name string) bool {
-	return g.Resource == name || g.MIG != nil &&
-		slices.ContainsFunc(g.MIG.Offers, func(o gpunode.Offer) bool { return o.Resource == name })
+	_, _, ok := g.Of(name)
+	return ok
 }
 
 // reply is what a node answers to a request.
@@ -468,7 +459,8 @@ func (f *Facts) wrongName(a ask) *Finding {
 	there := slices.Sorted(maps.Keys(names))
 	if f.possible(a.resource) {
 		// A MIG profile has to be one that a card has.
-		profile, err := mig.ParseResource(strings.TrimPrefix(a.resource, f.Resources+"/"))
+		base, _ := piece.OfSpot(strings.TrimPrefix(a.resource, f.Resources+"/"))
+		profile, err := mig.ParseResource(base)
 		if err != nil || len(profiles) == 0 || profiles[profile.GPUInstance().String()] {
 			return nil
 		}

@@ -224,6 +224,31 @@ type Holder struct {
 // Through is GPU.Compute of a GPU whose containers have shares of its multiprocessors through MPS.
 const Through = "mps"
 
+// Of returns what the GPU has of a resource, in either tier, if all of it is free: its devices, or the placements of a
+// MIG profile. ok is false if it does not offer the resource.
+func (g *GPU) Of(resource string) (total int, placements []string, ok bool) {
+	offers := []Offer(nil)
+	if g.MIG != nil {
+		offers = g.MIG.Offers
+	}
+	switch {
+	case resource == "":
+		return 0, nil, false
+	case g.Resource == resource:
+		return g.Total, nil, true
+	case g.Spot != nil && g.Spot.Resource == resource:
+		return g.Spot.Total, nil, true
+	case g.Spot != nil:
+		offers = slices.Concat(offers, g.Spot.Offers)
+	}
+	for _, o := range offers {
+		if o.Resource == resource {
+			return 0, o.Placements, true
+		}
+	}
+	return 0, nil, false
+}
+
 // Cut shortens the messages of all conditions to brief.Text. Some of them are texts of a driver or
 // an operator, and the API server accepts at most that. The admission policies have the same
 // number.

@@ -139,9 +139,10 @@ func offers(s *gpunode.Status) (out []offer) {
 		if r.Total == 0 {
 			continue
 		}
-		_, base, _ := strings.Cut(r.Name, "/")
+		guaranteed, _ := piece.OfSpot(r.Name) // a spot pod sees the same
+		_, base, _ := strings.Cut(guaranteed, "/")
 		of := named(base, r.Largest > 0)
-		memory := func(g gpunode.GPU) bool { return g.Resource == r.Name && g.Kind.Counted().Together() }
+		memory := func(g gpunode.GPU) bool { return g.Resource == guaranteed && g.Kind.Counted().Together() }
 		if slices.ContainsFunc(s.GPUs, memory) {
 			of = ofMemory(s, of.free)
 		}

@@ -7,6 +7,10 @@ import "strings"
 // spotSuffix ends the names of the resources that spot pods ask for.
 const spotSuffix = ".spot"
 
+// HasSpot reports whether pieces of a kind can be offered to spot pods. Replicas cannot: each is a turn on
+// the GPU beside the others' whatever memory they use.
+func (k Kind) HasSpot() bool { return k.Known() && (!k.Shared() || k.Together()) }
+
 // InSpot returns the name by which spot pods ask for the devices of a guaranteed resource.
 func InSpot(resource string) string { return resource + spotSuffix }
 
