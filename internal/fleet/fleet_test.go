@@ -431,3 +431,22 @@ func TestInvalidGPUNode(t *testing.T) {
 	}
 	wantPlaced(t, f, asks("4", "79"), "a", "")
 }
+
+// The status of a spot pod names the same devices as a guaranteed one's would. It takes nothing from guaranteed pods.
+func TestSpotPodsDevices(t *testing.T) {
+	f := known()
+	s := says(first)
+	s.GPUs[0].Spot = &gpunode.Spot{Resource: memory + ".spot", Total: 79}
+	f.SetNode(node("a", corev1.ConditionTrue))
+	f.SetGPUNode("a", s)
+	spot := func(name, units string) *corev1.Pod {
+		p := asks(name, units)
+		p.Spec.Containers = []corev1.Container{container(memory+".spot", units)}
+		return p
+	}
+	has := bound(spot("s", "79"), "a", first, 79)
+	has.Status.ContainerStatuses[0].AllocatedResourcesStatus[0].Name = memory + ".spot"
+	f.SetPod(has)
+	wantPlaced(t, f, spot("t", "1"), "", "none is free")
+	wantPlaced(t, f, asks("g", "79"), "a", "")
+}

@@ -321,3 +321,137 @@ func TestWholeGPUsAndSpot(t *testing.T) {
 		t.Errorf("a pod of both tiers: %v", err)
 	}
 }
+
+// The packing gives a guaranteed pod room that no spot pod has first, on the nodes and on each.
+func TestSpotPodsAreSpared(t *testing.T) {
+	b := New()
+	b.SetNode("a", twice(80, [2]piece.Set{nil, numbers(40, 79)}, [2]piece.Set{numbers(0, 19), nil}), true)
+	both := units("p", 30)
+	both.Containers = append(both.Containers, Container{Requests: map[string]int{spotMem: 60}})
+	if err := fits(b, both); err != nil {
+		t.Errorf("30 units fit where 40 are idle, and leave 60 on the other GPU: %v", err)
+	}
+	b.SetNode("b", twice(80, [2]piece.Set{nil, nil}), true)
+	b.SetNode("a", twice(80, [2]piece.Set{numbers(0, 19), numbers(40, 79)}), true)
+	if node, err := b.Place(context.Background(), units("p", 60), []string{"a", "b"}, start); err != nil || node != "b" {
+		t.Errorf("on %q, where spot pods lose their room: %v", node, err)
+	}
+}
+
+// While spot pods have room, the agent does not fill GPUs one after the other. So the last of several pods on their way
+// waits until it is known where the others are.
+func TestNoPromiseByTheOrderOfGPUs(t *testing.T) {
+	for name, c := range map[string]struct {
+		spot piece.Set
+		want bool
+	}{"without spot pods": {nil, true}, "with some": {numbers(0, 39), false}} {
+		b := New()
+		b.SetNode("a", twice(80, [2]piece.Set{nil, nil}, [2]piece.Set{nil, c.spot}), true)
+		for _, uid := range []string{"1", "2"} {
+			p := units(uid, 20)
+			p.Node = "a"
+			b.SetPod(p)
+		}
+		if err := fits(b, units("p", 79)); (err == nil) != c.want {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// Spot pods and their seats are in no guaranteed pod's way, also where the bound does not judge it.
+func TestSpotPodsAreInNoWay(t *testing.T) {
+	b := New()
+	b.SetNode("a", twice(80, [2]piece.Set{nil, nil}, [2]piece.Set{nil, nil}), true)
+	coming := asks("s", spotMem, 20)
+	coming.Node = "a"
+	b.SetPod(coming)
+	group := func(resource string, pods, n int) []Group {
+		return []Group{{N: pods, Among: []string{"a"}, Containers: []Container{{Requests: map[string]int{resource: n}}}}}
+	}
+	if _, err := b.Hold("g", "g", group(memName, 4, 40), start); err != nil {
+		t.Errorf("four pods that just fill two GPUs: %v", err)
+	}
+	b.Drop("g")
+	if _, err := b.Hold("h", "h", group(spotMem, 2, 50), start); err != nil {
+		t.Fatal(err)
+	}
+	pinned := units("p", 80)
+	pinned.Containers = append([]Container{{Init: true, Requests: map[string]int{memName: 80}}}, pinned.Containers...)
+	pinned.Containers = append(pinned.Containers, Container{Requests: map[string]int{memName: 80}})
+	if err := fits(b, pinned); err != nil {
+		t.Errorf("a pod with an init container beside spot pods' seats: %v", err)
+	}
+}
+
+// A pod of both tiers that has reported its spot devices alone has not reported.
+func TestPodsOfBothTiersReport(t *testing.T) {
+	b := New()
+	b.SetNode("a", twice(80, [2]piece.Set{nil, nil}), true)
+	p := units("p", 10)
+	p.Node = "a"
+	p.Containers[0].Requests[spotMem] = 10
+	for n := range 10 {
+		p.Devices = append(p.Devices, SpotDevice(timeslice.ID("GPU-0", 70+n)))
+	}
+	b.SetPod(p)
+	if err := fits(b, units("q", 71)); err == nil {
+		t.Error("its guaranteed part is given away")
+	}
+	for n := range 10 {
+		p.Devices = append(p.Devices, timeslice.ID("GPU-0", n))
+	}
+	b.SetPod(p)
+	for n, want := range map[int]bool{70: true, 71: false} {
+		if err := fits(b, units("q", n)); (err == nil) != want {
+			t.Errorf("%d beside it: %v", n, err)
+		}
+	}
+}
+
+// What a node says of spot pods sizes nothing, and cannot make the books fail.
+func TestSpotFiguresOfNobody(t *testing.T) {
+	card, _ := h100(t)
+	for i, spoil := range []func(*gpunode.Status){
+		func(s *gpunode.Status) {
+			s.GPUs[0].Spot = &gpunode.Spot{Resource: spotMem, Total: 1 << 24, Used: numbers(0, 29999)}
+		},
+		func(s *gpunode.Status) { s.GPUs[0].Spot = &gpunode.Spot{Resource: memName, Total: 5} },
+		func(s *gpunode.Status) {
+			s.GPUs[0].Resource, s.GPUs[0].Spot = spotMem, &gpunode.Spot{Resource: memName, Total: 5}
+		},
+		func(s *gpunode.Status) {
+			s.GPUs[0].Spot = &gpunode.Spot{Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: spotMem, Placements: []string{"0", "x"}, Free: []string{"0"}}}}
+		},
+		func(s *gpunode.Status) {
+			s.GPUs[0].Kind, s.GPUs[0].Spot = piece.KindPlacement, &gpunode.Spot{Resource: spotMem, UsedPlacements: []string{"1g.10gb@0", "?"},
+				Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: spotMem, Placements: []string{"0"}, Free: []string{"0"}}}}
+		},
+		func(s *gpunode.Status) {
+			s.Cards = []gpunode.Card{*card}
+			s.GPUs[0].Kind, s.GPUs[0].MIG = piece.KindPlacement, &gpunode.MIG{Card: card.Name, OnDemand: true}
+			s.GPUs[0].Spot = &gpunode.Spot{Resource: spotMem, Used: numbers(0, 5), UsedPlacements: []string{"9g.10gb@0"},
+				Offers: []gpunode.Offer{{Profile: "1g.10gb", Resource: memName, Placements: []string{"0", "77"}, Free: []string{"0", "77"}}}}
+		},
+	} {
+		b := New()
+		s := plain(piece.KindUnits, memName, 2, 80)
+		spoil(s)
+		s.Sum()
+		b.SetNode("a", s, true)
+		for _, resource := range []string{memName, spotMem} {
+			p := asks("p", resource, 3)
+			p.Containers = append([]Container{{Init: true, Requests: map[string]int{resource: 1}}}, p.Containers...)
+			_ = fits(b, p)
+			if resource == memName && i > 2 { // the other GPU is as it was
+				if err := fits(b, units("q", 80)); err != nil {
+					t.Errorf("%d: %v", i, err)
+				}
+			}
+			s := asks("s", resource, 1)
+			s.Node, s.Devices = "a", []string{SpotDevice("GPU-0"), SpotDevice("GPU-0::99999"), SpotDevice("GPU-0::1g.10gb@0"), spotMark, "GPU-0::3" + spotMark + spotMark}
+			b.SetPod(s)
+			_ = fits(b, asks("p", resource, 1))
+			b.DeletePod("s")
+		}
+	}
+}
