@@ -70,6 +70,7 @@ var places = map[string]string{
 	"Deployment":                       "/apis/apps/v1/namespaces/%s/deployments",
 	"Service":                          "/api/v1/namespaces/%s/services",
 	"Job":                              "/apis/batch/v1/namespaces/%s/jobs",
+	"CronJob":                          "/apis/batch/v1/namespaces/%s/cronjobs",
 	"Pod":                              "/api/v1/namespaces/%s/pods",
 	"DeviceClass":                      "/apis/resource.k8s.io/v1/deviceclasses",
 	"RuntimeClass":                     "/apis/node.k8s.io/v1/runtimeclasses",

@@ -30,13 +30,27 @@ func (s *apiServer) workload(t *testing.T, name, flavor, check string, pods, uni
 	}
 }
 
+// spotWorkload is the same of pods that ask in the spot tier.
+func (s *apiServer) spotWorkload(t *testing.T, name, flavor, check string, pods, units int) {
+	t.Helper()
+	s.queueOf(t, name, unitsName+".spot", pods, units)
+	if err := s.giveQuota(t, name, flavor, check, pods); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // queue makes a workload that waits for quota.
 func (s *apiServer) queue(t *testing.T, name string, pods, units int) {
+	t.Helper()
+	s.queueOf(t, name, unitsName, pods, units)
+}
+
+func (s *apiServer) queueOf(t *testing.T, name, resource string, pods, units int) {
 	t.Helper()
 	s.create(t, workloads, fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload",
 		"metadata": fields{"name": name, "ownerReferences": []fields{{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": "job-" + name, "controller": true}}},
 		"spec": fields{"podSets": []fields{{"name": "main", "count": pods, "template": fields{"metadata": fields{}, "spec": fields{"restartPolicy": "Never",
-			"containers": []fields{{"name": "main", "image": "none", "resources": fields{"requests": fields{unitsName: fmt.Sprint(units)}}}}}}}}}})
+			"containers": []fields{{"name": "main", "image": "none", "resources": fields{"requests": fields{resource: fmt.Sprint(units)}}}}}}}}}})
 }
 
 // giveQuota gives it quota of a flavor.
@@ -123,9 +137,15 @@ func TestKueueDoor(t *testing.T) {
 			t.Fatal(err)
 		}
 		s.create(t, gpuNodes, aGPUNode(name))
-		s.setGPUs(t, name, sharedGPU(2*i, gpunode.True), sharedGPU(2*i+1, gpunode.True))
+		gpus := []gpunode.GPU{sharedGPU(2*i, gpunode.True), sharedGPU(2*i+1, gpunode.True)}
+		for j := range gpus {
+			gpus[j].Spot = &gpunode.Spot{Resource: unitsName + ".spot", Total: 40, Free: 40, Largest: 40}
+		}
+		s.setGPUs(t, name, gpus...)
 		s.flavor(t, site)
 	}
+	// The second tier of the same nodes, as the export makes it.
+	s.create(t, queueing+"/resourceflavors", fields{"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": fields{"name": "on-prem-spot"}, "spec": fields{"nodeLabels": fields{"example.com/gpu.site": "on-prem"}}})
 	program := placerProgram(t)
 	p := s.startPlacer(t, program, plane.FreeAddress(t), "--doors=extender,kueue", "--lease=")
 	for _, name := range []string{"gpu-placer", "gpu-placer-urgent", "gpu-placer-cloud"} {
@@ -143,6 +163,8 @@ func TestKueueDoor(t *testing.T) {
 		})
 	}
 
+	s.spotWorkload(t, "night", "on-prem-spot", "gpu-placer", 2, 35)
+	s.awaitCheck(t, "night", "Ready", "there is room: gpu-1 × 2")
 	s.workload(t, "one", "on-prem", "gpu-placer", 2, 50)
 	annotations, selector := s.awaitCheck(t, "one", "Ready", "there is room: gpu-1 × 2")
 	if annotations["example.com/gpu.hold"] == "" || annotations["example.com/gpu.hold-nodes"] != "gpu-1:2" || selector[corev1.LabelHostname] != "gpu-1" {
@@ -150,6 +172,9 @@ func TestKueueDoor(t *testing.T) {
 	}
 	s.workload(t, "two", "on-prem", "gpu-placer", 1, 50)
 	s.awaitCheck(t, "two", "Retry", "the largest free block of "+unitsName+" is 29")
+	// A guaranteed workload has had the room of both spot pods, and a spot one gets what neither has.
+	s.spotWorkload(t, "late", "on-prem-spot", "gpu-placer", 1, 41)
+	s.awaitCheck(t, "late", "Retry", "the largest free block of "+unitsName+".spot is 29")
 	s.workload(t, "burst", "cloud", "gpu-placer-cloud", 1, 50)
 	s.awaitCheck(t, "burst", "Ready", "on-prem, none of 1 nodes has room")
 	s.workload(t, "small", "cloud", "gpu-placer-cloud", 1, 20)

@@ -70,5 +70,5 @@ func Boards(dir string) (map[string]Board, error) {
 
 // Filled is a board's query with what Grafana puts in place of its variables.
 func Filled(expr string) string {
-	return strings.NewReplacer("$__rate_interval", "1m", "$__range", "1m", "$node", ".*", "$namespace", ".*", "$price", "2").Replace(expr)
+	return strings.NewReplacer("$__rate_interval", "1m", "$__range", "1m", "$node", ".*", "$namespace", ".*", "$price", "2", "$spot_price", "1").Replace(expr)
 }
