@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-const frameworks = "../docs/frameworks.md"
+const frameworksDoc = "../docs/frameworks.md"
 
 // examples are the manifests for the frameworks that users have.
 func examples(t *testing.T) []string {
@@ -55,17 +55,17 @@ func TestExamplesAtTheAPIServer(t *testing.T) {
 
 // What the document shows is what is tested, line by line, and each example is in its table.
 func TestFrameworksShowTheExamples(t *testing.T) {
-	text, files := string(read(t, frameworks)), examples(t)
+	text, files := string(read(t, frameworksDoc)), examples(t)
 	for _, m := range regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllStringSubmatch(text, -1) {
 		if !slices.ContainsFunc(files, func(file string) bool {
 			return strings.Contains(withoutComments(string(read(t, file))), m[1]) || strings.Contains(string(read(t, file)), m[1])
 		}) {
-			t.Errorf("%s shows what is in none of the examples:\n%s", frameworks, m[1])
+			t.Errorf("%s shows what is in none of the examples:\n%s", frameworksDoc, m[1])
 		}
 	}
 	for _, file := range files {
 		if !strings.Contains(text, "(../deployments/"+filepath.ToSlash(file)+")") {
-			t.Errorf("%s does not lead to %s", frameworks, file)
+			t.Errorf("%s does not lead to %s", frameworksDoc, file)
 		}
 	}
 }
