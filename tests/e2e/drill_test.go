@@ -371,6 +371,78 @@ func TestKubeletStandsStill(t *testing.T) {
 	b.restarts(pods)
 }
 
+// The kubelet's client certificate expires: the API server refuses the kubelet, and the node goes silent. Containers
+// run on, one that ends starts again on its GPU, and the agent keeps all allocations. In the long form the agent's
+// token expires, too, since the kubelet cannot renew it. With a new certificate the node is right again.
+func TestKubeletsCertificateExpires(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it")
+	}
+	b := begin(t, mixed, mixedOffers)
+	var pods []*lab.RunningPod
+	for name, resource := range map[string]string{"memory": lab.Memory, "whole": lab.GPU} {
+		pods = append(pods, b.create(lab.Pod{Name: name, Stays: true,
+			Containers: []lab.Container{{Resources: map[string]int{resource: 1}}}}))
+	}
+	b.must(each(pods, func(p *lab.RunningPod) error { return p.Running(b.ctx) }))
+	before := b.processes(pods...)
+	const year = 365 * 24 * time.Hour
+	renew := sync.OnceValue(func() error { return node.CertifyKubelet(context.Background(), year) })
+	b.Cleanup(func() {
+		if err := renew(); err != nil {
+			b.Error(err)
+		}
+	})
+	b.must(node.CertifyKubelet(b.ctx, 45*time.Second))
+	kubelet, _ := b.kubelet()
+	b.offers(mixedOffers)
+	b.must(lab.Await(b.ctx, 2*time.Minute, "the API server to refuse the kubelet", func(ctx context.Context) error {
+		log, err := node.LogEnd(ctx, lab.Kubelet)
+		if err == nil && !strings.Contains(log, "Unauthorized") {
+			err = errors.New("it does not")
+		}
+		return err
+	}))
+	b.must(node.Signal(b.ctx, before["memory/main"], "KILL"))
+	memory := pods[slices.IndexFunc(pods, func(p *lab.RunningPod) bool { return p.Name == "memory" })]
+	b.must(lab.Await(b.ctx, time.Minute, "the container to run again", func(ctx context.Context) error {
+		again, err := memory.Process(ctx, "")
+		if err == nil && again == before["memory/main"] {
+			err = errors.New("it is the old one")
+		}
+		if err == nil {
+			before["memory/main"] = again
+		}
+		return err
+	}))
+	span := lasts(20*time.Second, 15*time.Minute)
+	b.must(lab.Holds(b.ctx, span, "while the kubelet is refused", func(ctx context.Context) error {
+		s, err := agent.Status(ctx)
+		if err == nil && s.Allocations != len(pods) {
+			err = fmt.Errorf("there are %d allocations, want %d", s.Allocations, len(pods))
+		}
+		return errors.Join(err, hurt(before))
+	}))
+	b.kubeletLives(kubelet)
+	began := time.Now()
+	b.must(renew())
+	b.must(agent.Ready(b.ctx))
+	b.offers(mixedOffers)
+	b.Logf("the node is right %.1f s after its kubelet has a new certificate", time.Since(began).Seconds())
+	if err := hurt(before); err != nil {
+		b.Error(err)
+	}
+	if g := b.one(b.inside(memory, "")); g.Index > 1 {
+		b.Errorf("the container is on GPU %d, which is not one of memory", g.Index)
+	}
+	after, _ := b.running("after", lab.Memory, 8)
+	b.must(after.Delete(b.ctx))
+	b.must(after.Gone(b.ctx))
+	b.allocationsBecome(len(pods))
+	b.partitions(strings.Replace(mixed, "mode: off", "mode: whole", 1)) // the agent hears of edits again
+	b.offers(map[string]int{lab.Memory: 2 * units, lab.Replicas: 4, lab.GPU: 4})
+}
+
 // tenantsOfOne is how many pods share the GPU that dies.
 const tenantsOfOne = 20
 

@@ -4,10 +4,19 @@ package lab
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/base64"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
+	"regexp"
 	"time"
 )
 
@@ -75,6 +84,46 @@ func (n *Node) PromptStatus(ctx context.Context) error {
 		return nil
 	}
 	return n.changeKubelet(ctx, func() error { return os.Rename(n.File(asideFile), n.File(promptFile)) })
+}
+
+// CertifyKubelet starts the kubelet anew with another client certificate, which is good for so long from now on.
+func (n *Node) CertifyKubelet(ctx context.Context, lasts time.Duration) error {
+	const dir = "/etc/kubernetes/"
+	authority, err := tls.LoadX509KeyPair(n.File(dir+"ca.crt"), n.File(dir+"ca.key"))
+	if err != nil {
+		return fmt.Errorf("read the authority of kubelets: %w", err)
+	}
+	own, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return fmt.Errorf("make the kubelet's key: %w", err)
+	}
+	raw, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
+		Subject:   pkix.Name{CommonName: "system:node:" + n.Name, Organization: []string{"system:nodes"}},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(lasts),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}, authority.Leaf, own.Public(), authority.PrivateKey)
+	if err != nil {
+		return fmt.Errorf("sign the kubelet's certificate: %w", err)
+	}
+	private, err := x509.MarshalPKCS8PrivateKey(own)
+	if err != nil {
+		return fmt.Errorf("encode the kubelet's key: %w", err)
+	}
+	encoded := func(kind string, data []byte) string {
+		return base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: data}))
+	}
+	file := n.File(dir + "kubelet.conf")
+	text, err := os.ReadFile(file)
+	if err != nil {
+		return fmt.Errorf("read how the kubelet reaches the API server: %w", err)
+	}
+	data := regexp.MustCompile(`client-certificate-data: [^,]+, client-key-data: [^}]+`)
+	if !data.Match(text) {
+		return errors.New("the kubelet's kubeconfig has no certificate where it is looked for")
+	}
+	text = data.ReplaceAll(text, []byte("client-certificate-data: "+encoded("CERTIFICATE", raw)+
+		", client-key-data: "+encoded("PRIVATE KEY", private)))
+	return n.changeKubelet(ctx, func() error { return os.WriteFile(file, text, 0o600) })
 }
 
 // changeKubelet starts the kubelet anew, and calls change while there is none.

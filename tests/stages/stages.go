@@ -130,6 +130,14 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 	if err != nil {
 		return nil, err
 	}
+	drills, err := testsIn(files, "tests/e2e/", "drill")
+	if err != nil {
+		return nil, err
+	}
+	elsewhere := pieces // tests of tests/e2e that other stages have
+	if of == long {
+		elsewhere += "|" + drills
+	}
 	formed := func(in, path string, args ...string) command {
 		return of.form(test(in, append([]string{"-count=1", longLimit, path}, args...)...))
 	}
@@ -211,7 +219,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 		},
 		{
 			name: "e2e", what: "pods on the real node", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, fuller: true, again: true, lacks: root,
-			commands: []command{formed(".", "./tests/e2e", "-built", "-skip="+pieces)},
+			commands: []command{formed(".", "./tests/e2e", "-built", "-skip="+elsewhere)},
 		},
 		{
 			// The tests of the node look at all that is on the machine.
@@ -313,6 +321,11 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			// The usual versions are the row of the stage e2e.
 			name: "matrix", what: "the short form of e2e on nodes of other versions", after: []string{"emulator", "image", "versions"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
 			commands: []command{row("-kubernetes=1.34"), row("-kubernetes=1.37"), row("-runtime=containerd-1.7"), row("-kubernetes=1.34", "-runtime=crio-1.34")},
+		},
+		{
+			// Troubles of minutes, which make test-all has for seconds in the stage e2e.
+			name: "drills", what: "bad days on the real node, each as long as it is feared", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
+			commands: []command{formed(".", "./tests/e2e", "-built", "-run="+drills, "-node=drill")},
 		},
 		{
 			name: "overlay", what: "an emulated driver on a node without GPUs: the agent beside it, then NVIDIA's plugin", after: []string{"emulator", "image", "node"}, behind: []string{"node tests"}, lane: second, set: long, again: true, lacks: root,
