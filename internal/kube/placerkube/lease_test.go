@@ -132,6 +132,56 @@ func TestLeaseSurvivesALostAnswer(t *testing.T) {
 	}
 }
 
+// A server whose answers take longer than a leader may be silent has no leader, although it has done what was asked.
+// A leader of before knows that it leads no more, and leads again soon after the server is quick.
+func TestLeaseAtASlowServer(t *testing.T) {
+	s := newServer(t)
+	cluster, _ := connect(t, s)
+	led := make(chan bool, 16)
+	l := cluster.NewLease("gpu", "placer", "a", func(_ time.Time, own bool) { led <- own })
+	l.timing = leaseTiming{lasts: 300 * time.Millisecond, renew: 200 * time.Millisecond, retry: 20 * time.Millisecond}
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- l.Run(ctx) }()
+	next := func(what string) (own bool) {
+		t.Helper()
+		select {
+		case own = <-led:
+		case <-time.After(20 * time.Second):
+			t.Fatalf("%s: nobody leads", what)
+		}
+		return own
+	}
+	if next("at first") {
+		t.Error("it is told that it led before")
+	}
+	slow := make(chan struct{})
+	s.Mu.Lock()
+	s.Fault = func(string, string, http.ResponseWriter) bool {
+		select {
+		case <-slow:
+		case <-time.After(250 * time.Millisecond):
+		}
+		return false // it does what it is asked
+	}
+	s.Mu.Unlock()
+	time.Sleep(300 * time.Millisecond) // the last quick renewal's turn
+	for range 50 {
+		if l.Leads() == nil {
+			t.Fatal("it leads at a server that answers too late for that")
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	close(slow)
+	if !next("when the server is quick") {
+		t.Error("it is not told that the lease was its own all along")
+	}
+	stop()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
 // Who hangs and finds that nobody has taken the lease knows that it was its own all along.
 func TestLeaseIsStillOnesOwn(t *testing.T) {
 	s := newServer(t)
