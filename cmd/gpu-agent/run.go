@@ -213,6 +213,7 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		Account:    f.usage.account(f.node.stateDir, d.runtime, func() *guard.Guard { return d.watchdog }),
 		Containers: func() []status.Container { return d.watchdog.State().Containers },
 		End:        func(ctx context.Context, c *node.Container) (string, error) { return d.watchdog.End(ctx, c) },
+		Detach:     func(ctx context.Context, c *node.Container) { d.watchdog.Detach(ctx, c) },
 		Yields:     d.metrics,
 	}
 	d.worlds.Lending = &agent.Lending{Pages: d.caps.Pages, Annotations: d.runtime.PodAnnotations,

@@ -505,7 +505,7 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 	}
 	var grace time.Duration
 	if y := o.yields; y != nil {
-		worlds.End, worlds.Yields, grace = y.End, y, y.grace
+		worlds.End, worlds.Detach, worlds.Yields, grace = y.End, y.Detach, y, y.grace
 		if y.evicts {
 			worlds.Evict = y.Evict
 		}

@@ -55,6 +55,8 @@ type Worlds struct {
 	// End ends a container, after its clients of MPS have been detached, and returns what it used. The error
 	// wraps gpu.ErrNotFound if the container has ended already. If End is nil, none is ended.
 	End func(context.Context, *node.Container) (how string, err error)
+	// Detach has a container's clients of MPS detached before its grace is over; nil if it has none.
+	Detach func(context.Context, *node.Container)
 	// Evict evicts a pod with a grace period in place of its own; nil if the agent evicts no pods. The error
 	// wraps agentkube.ErrBudget if a disruption budget forbids it.
 	Evict func(ctx context.Context, p workload.Pod, grace time.Duration) error

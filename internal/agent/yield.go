@@ -44,6 +44,9 @@ const (
 	evictRate     = 10
 	evictBurst    = 10
 	evictPatience = 10 * time.Second
+	// detachBefore is how long before the end of the grace a container's clients of MPS are detached: the daemon
+	// may take a while to answer.
+	detachBefore = 2 * time.Second
 	// nameWait is how long the Event waits for the kubelet to name the pod that was given the room.
 	nameWait = 3 * time.Second
 	// endsAtOnce is how many containers are ended at the same time.
@@ -75,6 +78,7 @@ type yielder struct {
 	belongs func(deviceplugin.Use) bool
 	cluster Cluster // nil if there is no API server
 	end     func(context.Context, *node.Container) (how string, err error)
+	detach  func(context.Context, *node.Container)
 	evict   func(context.Context, workload.Pod, time.Duration) error // nil if the agent evicts no pods
 	notices Caps
 	account *Account
@@ -124,6 +128,8 @@ type yield struct {
 	// evicted is true if the API server has accepted the eviction of its pod; again is when to ask next.
 	evicted bool
 	again   time.Time
+	// detached has the containers whose clients of MPS were detached.
+	detached map[string]bool
 	// tried has when it was last tried to end each of its containers. ended counts the tries that have ended one,
 	// or are under way.
 	tried map[string]time.Time
@@ -133,7 +139,7 @@ type yield struct {
 func newYielder(o *Options, w *Worlds, l *ledger.Ledger, front *deviceplugin.FrontEnd, witnesses *deviceplugin.Witnesses,
 	ration *brief.Ration) *yielder {
 	return &yielder{grace: o.YieldGrace, ledger: l, runtime: w.Runtime, uses: witnesses, belongs: front.Belongs,
-		cluster: w.Cluster, end: w.End, evict: w.Evict, notices: w.Caps, account: w.Account, seen: w.Yields, log: o.Log,
+		cluster: w.Cluster, end: w.End, detach: w.Detach, evict: w.Evict, notices: w.Caps, account: w.Account, seen: w.Yields, log: o.Log,
 		ration: ration, limit: rate.NewLimiter(evictRate, evictBurst),
 		news: make(chan struct{}, 1), evictable: make(chan struct{}, 1), askNames: witnesses.Ask,
 		noticed: map[string]bool{}, of: map[string]*yield{}, ending: map[string]bool{}}
@@ -200,10 +206,16 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 			v := y.note(a, now)
 			named = y.tell(v, a, of, byID, now) && named
 			y.choose(v, guaranteed, now)
-			if left := v.by.Sub(now); left > 0 {
-				wait = min(wait, left)
-			} else {
+			switch left := v.by.Sub(now); {
+			case left <= 0:
 				y.endAll(ctx, v, of, now)
+			case !throughMPS(a):
+				wait = min(wait, left)
+			case left <= detachBefore:
+				y.detachAll(ctx, v, of)
+				wait = min(wait, left)
+			default:
+				wait = min(wait, left-detachBefore)
 			}
 		}
 	}
@@ -282,7 +294,7 @@ func (y *yielder) note(a *ledger.Allocation, now time.Time) *yield {
 	v := y.of[a.ID]
 	if v == nil {
 		v = &yield{id: a.ID, resource: a.Resource, epoch: a.Epoch, since: a.Yield.Since, by: a.Yield.Since.Add(y.grace),
-			notices: map[string]bool{}, tried: map[string]time.Time{}}
+			notices: map[string]bool{}, detached: map[string]bool{}, tried: map[string]time.Time{}}
 		y.of[a.ID] = v
 		y.log.Info("an allocation of the spot tier is to give its room back", "allocation", a.ID, "resource", a.Resource,
 			"pod", a.Holder.String(), "to", a.After, "within", max(0, v.by.Sub(now)).Round(time.Millisecond).String())
@@ -504,6 +516,21 @@ func (y *yielder) evictOne(ctx context.Context, v *yield) {
 	}
 	y.mu.Unlock()
 	y.account.evicted(pod, status.Yielded, "its room in the spot tier was wanted")
+}
+
+// throughMPS reports whether an allocation has a share of a GPU's multiprocessors through MPS.
+func throughMPS(a *ledger.Allocation) bool {
+	return slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return g.Compute.Ceiling > 0 })
+}
+
+// detachAll has the clients of MPS of an allocation's containers detached, beside this goroutine.
+func (y *yielder) detachAll(ctx context.Context, v *yield, of []using) {
+	for _, c := range of {
+		if a, _ := y.ledger.Get(v.id); y.detach != nil && !v.detached[c.ID] && v.stands(&a) && a.Yielding() {
+			v.detached[c.ID] = true
+			go y.detach(ctx, c.Container)
+		}
+	}
 }
 
 // endAll ends the containers of an allocation whose grace is over, beside this goroutine.

@@ -80,6 +80,8 @@ func (y *yields) End(_ context.Context, c *node.Container) (string, error) {
 	return "test", nil
 }
 
+func (y *yields) Detach(_ context.Context, c *node.Container) { y.note("detach %s", c.ID) }
+
 func (y *yields) Evict(_ context.Context, p workload.Pod, grace time.Duration) error {
 	y.mu.Lock()
 	y.requests = append(y.requests, time.Now())
@@ -382,6 +384,46 @@ func TestEndIsDecidedAnew(t *testing.T) {
 	if b.endOne(t.Context(), &yield{id: "gone", epoch: 3, since: now}, &node.Container{ID: "c"}, true) {
 		t.Error("a container of no allocation is ended")
 	}
+}
+
+// A container with a share through MPS is detached two seconds before its end, so that its neighbours go on.
+func TestClientsAreDetachedWithinTheGrace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := newOutside(1)
+		o.mps = newSupervised()
+		y := &yields{o: o, grace: testGrace, asks: map[string]func(){}}
+		o.yields = y
+		b := start(t, o, t.TempDir(), twoTiers+"      compute: mps\n")
+		defer b.end()
+		time.Sleep(time.Minute) // the daemon starts
+		b.hold("batch", spotResource, unitsOn(0, 2)...)
+		b.hold("beside", spotResource, unitsOn(0, 1)...)
+		time.Sleep(2 * time.Second)
+		y.began = time.Now()
+		b.guaranteed("api", unitsOn(0, 2)...)
+		time.Sleep(testGrace + 2*time.Second)
+		equal(t, "done", y.list(), []string{"detach batchc 18s", "end batchc 20s"})
+	})
+}
+
+// A spot request over a guaranteed allocation is refused, and the Node has an Event of it: the kubelet does not tell
+// which pod it was.
+func TestSpotRefusalIsNamed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b, _ := tiers(t, testGrace, false)
+		defer b.end()
+		b.guaranteed("api", unitsOn(1, 0)...)
+		if _, err := b.source(spotResource).Allocate(unitsOn(1, 0)); err == nil || !strings.Contains(err.Error(), "a guaranteed pod has its room") {
+			t.Errorf("over a guaranteed allocation: %v", err)
+		}
+		if e := b.eventsOf("SpotRefused"); len(e) != 1 || !strings.HasPrefix(e[0], "Normal SpotRefused: a pod that asks for 1 of "+spotResource+" is refused: ") || strings.Contains(e[0], "api") {
+			t.Errorf("told %q", e)
+		}
+		if _, err := b.source(memResource).Allocate(unitsOn(7, 0)); err == nil {
+			t.Error("a device of no GPU is given out")
+		}
+		equal(t, "told of guaranteed pods", b.eventsOf("SpotRefused")[1:], nil)
+	})
 }
 
 // A change of the layout takes the room of spot pods with the same grace.

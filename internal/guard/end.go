@@ -39,6 +39,12 @@ func (g *Guard) End(ctx context.Context, c *node.Container) (how string, err err
 	return g.reaper.end(ctx, node.Owner{ID: c.ID, PodUID: c.PodUID}, who(c))
 }
 
+// Detach has a container's clients of MPS detached before its grace ends: the end of a client that computes would
+// end the work of its neighbours. It takes at most five seconds. Any goroutine may call it.
+func (g *Guard) Detach(ctx context.Context, c *node.Container) {
+	g.reaper.detach(ctx, who(c), g.reaper.inContainer(c.ID))
+}
+
 // detach detaches all clients of a container from the servers of MPS before the container is ended: the
 // end of a client that computes ends the work of its neighbours. A daemon that does not answer in time
 // is counted, and keeps the container no longer.

@@ -396,7 +396,9 @@ func TestEndForAnother(t *testing.T) {
 	if _, err := g.End(t.Context(), &c); err != nil {
 		t.Fatal(err)
 	}
-	if want := []string{"detach [10]", "end a"}; !slices.Equal(s.calls, want) {
+	b := w.containers["b"]
+	g.Detach(t.Context(), &b)
+	if want := []string{"detach [10]", "end a", "detach [20]"}; !slices.Equal(s.calls, want) {
 		t.Errorf("%q, want %q", s.calls, want)
 	}
 }
