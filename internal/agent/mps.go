@@ -436,6 +436,9 @@ func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut
 	return timedOut, err
 }
 
+// Refresh has the supervisor told again what shall be: it then asks the daemons at once.
+func (s Shares) Refresh() { poke(s.mps.said) }
+
 // Fault reports a GPU's server that does not answer.
 func (s Shares) Fault(u gpu.UUID, why string) { s.mps.fault(u, why) }
 

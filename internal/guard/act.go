@@ -34,8 +34,10 @@ type offenceHandler struct {
 
 	mu sync.Mutex
 	// Guarded by mu:
-	ending   map[string]bool // IDs of the containers that are being ended
-	ended    map[string]bool // IDs of those that were ended and are still listed
+	ending map[string]bool // IDs of the containers that are being ended
+	ended  map[string]bool // IDs of those that were ended and are still listed
+	// leaving are the evicted pods whose clients are to be detached, by UID, with what calls that off.
+	leaving  map[string]context.CancelFunc
 	offences memcap.Offences
 }
 
@@ -44,6 +46,15 @@ func (h *offenceHandler) forget(listed map[string]*node.Container) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	maps.DeleteFunc(h.ended, func(id string, _ bool) bool { return listed[id] == nil })
+	pods := map[string]bool{}
+	for _, c := range listed {
+		pods[c.PodUID] = true
+	}
+	for uid, callOff := range h.leaving {
+		if !pods[uid] {
+			callOff() // it has ended by itself
+		}
+	}
 }
 
 // lasts reports whether a container that is over its cap still is at two more looks. By one
@@ -179,22 +190,52 @@ func (h *offenceHandler) end(ctx context.Context, c *node.Container, v memcap.Ve
 	}
 }
 
-// evict asks the API server to evict a pod that offends again and again.
+// evict asks the API server to evict a pod that offends again and again. The pod's clients of MPS have
+// its grace period to end by themselves, and are detached shortly before the kubelet kills them.
 func (h *offenceHandler) evict(ctx context.Context, c *node.Container, offences int) {
-	ctx, cancel := context.WithTimeout(ctx, kubeTimeout)
+	kctx, cancel := context.WithTimeout(ctx, kubeTimeout)
 	defer cancel()
 	pod := c.InPod()
-	h.detach(ctx, pod.String(), h.inPod(c.PodUID))
-	if err := h.cluster.Evict(ctx, pod); err != nil {
+	if c.Grace <= detachBefore {
+		h.detach(kctx, pod.String(), h.inPod(c.PodUID))
+	}
+	if err := h.cluster.Evict(kctx, pod); err != nil {
 		h.log.Error("cannot evict a pod that offends again and again",
 			"pod", pod.String(), "offences", offences, "err", err)
 		return
+	}
+	if c.Grace > detachBefore {
+		h.detachLater(ctx, pod, c.Grace-detachBefore)
 	}
 	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: "+
 		"use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, agentkube.Warning, evictedReason, message)
+}
+
+// detachLater detaches the clients of an evicted pod after a time, unless the pod has ended by then.
+func (h *offenceHandler) detachLater(ctx context.Context, pod workload.Pod, after time.Duration) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.shares == nil || h.leaving[pod.UID] != nil {
+		return // a second eviction does not prolong the first one's grace period
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	h.leaving[pod.UID] = cancel
+	go func() {
+		defer func() {
+			cancel()
+			h.mu.Lock()
+			delete(h.leaving, pod.UID)
+			h.mu.Unlock()
+		}()
+		select {
+		case <-ctx.Done():
+		case <-time.After(after):
+			h.detach(ctx, pod.String(), h.inPod(pod.UID))
+		}
+	}()
 }
 
 // tell sends an Event about a container's pod.

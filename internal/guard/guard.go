@@ -286,7 +286,7 @@ func New(o Options, w Worlds) *Guard {
 	offences := &offenceHandler{
 		reaper: by, driver: w.Driver, cluster: w.Cluster, observer: w.Observer,
 		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
-		ending: map[string]bool{}, ended: map[string]bool{},
+		ending: map[string]bool{}, ended: map[string]bool{}, leaving: map[string]context.CancelFunc{},
 	}
 	g := &Guard{
 		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v, reaper: by,

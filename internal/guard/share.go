@@ -23,6 +23,8 @@ const (
 	// how often that is believed of a GPU: a container can write the time.
 	stuckAfter = 5 * time.Second
 	stuckEvery = time.Minute
+	// detachBefore is how long before the end of a pod's grace period its clients are detached.
+	detachBefore = 2 * time.Second
 	// detachTimeout bounds the detaching of a container's clients.
 	detachTimeout = 5 * time.Second
 )
@@ -37,6 +39,8 @@ type Shares interface {
 	// Detach detaches clients of a GPU's server, so that their end harms no other. It returns how many
 	// the daemon has not answered for.
 	Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error)
+	// Refresh has all daemons asked soon, so that Daemon tells what is now. It does not wait.
+	Refresh()
 	// Fault reports a GPU's server that does not answer.
 	Fault(u gpu.UUID, why string)
 	// Now returns the time since boot (CLOCK_BOOTTIME).
@@ -144,7 +148,11 @@ func (e *examiner) judgeShares(ctx context.Context, d *gpu.Device, by *Daemon, s
 		sure = sure && (is.Guarantee == compute.Ceiling || len(of[key]) == 0)
 	}
 	// Whether a process is a client is known once the daemon has listed its clients after the process
-	// was first seen. A client is on its page when it is out of cuInit.
+	// was first seen. Its answers come twice a second, so it is asked at once: the next look then has
+	// an answer. A client is on its page when it is out of cuInit.
+	if slices.ContainsFunc(outside, func(p memcap.Process) bool { return s.strangers[d.UUID][life{p.PID, p.Start}] == nil }) {
+		s.shares.Refresh()
+	}
 	strangers += e.name(ctx, d, sc, held, s.strangers, outside, "computes outside MPS, and so without its share",
 		func(first time.Time) bool { return by.At.After(first) && by.Trouble == "" })
 	strangers += e.name(ctx, d, sc, held, s.silent, silent, "is a client of MPS and on no usage page, so its share is not known",

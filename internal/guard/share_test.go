@@ -13,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"example.com/gpu-agent/internal/brief"
@@ -31,8 +32,12 @@ type daemons struct {
 	mu    sync.Mutex
 	of    map[gpu.UUID]Daemon
 	calls []string
-	mute  func() bool // whether the daemon does not answer
-	began time.Time
+	// told is when the daemons last answered; they do so twice a second, and when Refresh asks. Always
+	// if steady is false.
+	steady bool
+	told   time.Time
+	mute   func() bool // whether the daemon does not answer
+	began  time.Time
 }
 
 func (s *daemons) with(f func()) {
@@ -51,7 +56,13 @@ func (s *daemons) Daemons() map[gpu.UUID]Daemon {
 	defer s.mu.Unlock()
 	out := map[gpu.UUID]Daemon{}
 	for u, d := range s.of {
-		if d.At.IsZero() {
+		switch {
+		case d.At.IsZero() && s.steady:
+			if time.Since(s.told) >= 500*time.Millisecond {
+				s.told = time.Now()
+			}
+			d.At = s.told
+		case d.At.IsZero():
 			d.At = time.Now()
 		}
 		d.Clients = maps.Clone(d.Clients)
@@ -75,6 +86,10 @@ func (s *daemons) Detach(_ context.Context, u gpu.UUID, clients []int) (int, err
 		delete(s.of[u].Clients, pid)
 	}
 	return 0, nil
+}
+
+func (s *daemons) Refresh() {
+	time.AfterFunc(20*time.Millisecond, func() { s.with(func() { s.told = time.Now() }) })
 }
 
 func (s *daemons) Fault(u gpu.UUID, why string) {
@@ -369,19 +384,83 @@ func (e ender) End(ctx context.Context, o node.Owner) (string, error) {
 	return e.world.End(ctx, o)
 }
 
-// TestDetachBeforeEviction: the clients of all containers of a pod are detached before it is evicted.
+// TestDetachBeforeEviction: an evicted pod has its grace period. The clients of all of its containers are
+// detached two seconds before that ends, if the pod is still there. Without so much time they are detached
+// first.
 func TestDetachBeforeEviction(t *testing.T) {
-	s := &daemons{of: map[gpu.UUID]Daemon{gpu0: {Clients: map[int]bool{10: true, 11: true, 20: true}}}}
-	w := newWorld()
-	w.container("a", []int{10, 11}, gib, gpu0)
-	w.container("b", []int{20}, gib, gpu0)
-	by := &reaper{proc: w, shares: s, log: &guardLog{Logger: discard(), ration: rationed()}}
-	h := &offenceHandler{reaper: by, cluster: evicter{w, s}, observer: w}
-	c := w.containers["a"]
-	h.evict(t.Context(), &c, 3)
-	if want := []string{"detach [10 11]", "evict work/pod-a"}; !slices.Equal(s.calls, want) {
-		t.Errorf("%q, want %q", s.calls, want)
+	for _, c := range []struct {
+		name       string
+		grace      time.Duration
+		ends       bool // the pod does, after a second
+		at, before []string
+	}{
+		{"no grace", 0, false, []string{"detach [10 11]", "evict work/pod-a"}, nil},
+		{"hardly any grace", detachBefore, false, []string{"detach [10 11]", "evict work/pod-a"}, nil},
+		{"a grace period", 30 * time.Second, false, []string{"evict work/pod-a"}, []string{"detach [10 11]"}},
+		{"ends by itself", 30 * time.Second, true, []string{"evict work/pod-a"}, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := &daemons{of: map[gpu.UUID]Daemon{gpu0: {Clients: map[int]bool{10: true, 11: true, 20: true}}}}
+				w := newWorld()
+				w.container("a", []int{10, 11}, gib, gpu0)
+				w.container("b", []int{20}, gib, gpu0)
+				by := &reaper{proc: w, shares: s, log: &guardLog{Logger: discard(), ration: rationed()}}
+				h := &offenceHandler{reaper: by, cluster: evicter{w, s}, observer: w, leaving: map[string]context.CancelFunc{}}
+				a := w.containers["a"]
+				a.Grace = c.grace
+				h.evict(t.Context(), &a, 3)
+				h.evict(t.Context(), &a, 4)
+				said := func(what string, want []string) {
+					t.Helper()
+					synctest.Wait()
+					s.with(func() {
+						if got := slices.Compact(slices.Clone(s.calls)); !slices.Equal(got, want) {
+							t.Errorf("%s: %q, want %q", what, got, want)
+						}
+						s.calls = nil
+					})
+				}
+				said("at once", c.at)
+				time.Sleep(time.Second)
+				left := map[string]*node.Container{"a": &a, "b": {ID: "b", PodUID: "uid-b"}}
+				if c.ends {
+					delete(left, "a")
+				}
+				h.forget(left)
+				time.Sleep(max(0, c.grace-detachBefore-1001*time.Millisecond))
+				said("more than two seconds before", nil)
+				time.Sleep(time.Second)
+				said("after that", c.before)
+				h.mu.Lock()
+				defer h.mu.Unlock()
+				if len(h.leaving) > 0 {
+					t.Errorf("%v stays", h.leaving)
+				}
+			})
+		})
 	}
+}
+
+// TestOutsideMPSInTwoLooks: a process that is no client is named at the second look at it, although the
+// daemon tells its clients more seldom than that.
+func TestOutsideMPSInTwoLooks(t *testing.T) {
+	s := &daemons{began: time.Now()}
+	w, pages := shareWorld(s, "a", 25, 10)
+	watchIn(t, w, Worlds{Pages: pages, Runtime: w, Shares: s, Allocations: sized{w}}, Options{}, func(_ *Guard, pass func(time.Duration)) {
+		for i := range 20 {
+			s.with(func() { s.steady, s.told = true, time.Now().Add(10*time.Millisecond) }) // the next answer is late
+			pid := 100 + i
+			w.procs[pid] = &proc{owner: node.Owner{ID: "a", PodUID: "uid-a", Start: uint64(pid)}, on: map[gpu.UUID]uint64{gpu0: gib}}
+			pass(2 * DefaultEvery)
+			if n := w.said(status.Intruder); n != i+1 {
+				t.Errorf("after two looks %d of %d processes are named", n, i+1)
+				return
+			}
+			delete(w.procs, pid)
+			pass(DefaultEvery)
+		}
+	})
 }
 
 // TestEndForAnother: a container that is ended for another component has its clients detached first, too, also while

@@ -5,6 +5,7 @@ package node
 import (
 	"cmp"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 
@@ -21,7 +22,12 @@ const (
 	labelPodNamespace  = "io.kubernetes.pod.namespace"
 	labelPodUID        = "io.kubernetes.pod.uid"
 	labelContainerName = "io.kubernetes.container.name"
+	// annotationGrace is the pod's grace period in seconds.
+	annotationGrace = "io.kubernetes.pod.terminationGracePeriod"
 )
+
+// mostGrace bounds Container.Grace.
+const mostGrace = 365 * 24 * time.Hour
 
 // described has the methods that cri.Container and cri.ContainerStatus share.
 type described interface {
@@ -37,6 +43,9 @@ func (r *Runtime) container(c described) Container {
 	l := c.GetLabels()
 	kept := Container{ID: c.GetId(), PodUID: l[labelPodUID], Namespace: l[labelPodNamespace], Pod: l[labelPodName],
 		Name: cmp.Or(l[labelContainerName], c.GetMetadata().GetName()), Created: nanoseconds(c.GetCreatedAt())}
+	if seconds, err := strconv.ParseUint(c.GetAnnotations()[annotationGrace], 10, 32); err == nil {
+		kept.Grace = min(time.Duration(seconds)*time.Second, mostGrace)
+	}
 	for name, value := range c.GetAnnotations() {
 		if r.o.AnnotationPrefix == "" || !strings.HasPrefix(name, r.o.AnnotationPrefix) {
 			continue

@@ -84,6 +84,9 @@ type Container struct {
 	Created time.Time
 	// Annotations are those with RuntimeOptions.AnnotationPrefix; nil if there are none.
 	Annotations map[string]string
+	// Grace is how long the kubelet gives the pod's containers to end by themselves; zero if it has
+	// not told the runtime. A tenant chooses it, up to mostGrace.
+	Grace time.Duration
 	// CDI is the fully qualified names of the container's CDI devices, in the order of the
 	// kubelet's request. They never change. It is nil if RuntimeOptions.DRA reports false. No
 	// tenant can write it.

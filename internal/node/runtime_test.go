@@ -103,20 +103,22 @@ func TestContainers(t *testing.T) {
 	s := newCRI(t, filepath.Join(t.TempDir(), "cri.sock"))
 	s.lists(&cri.ListContainersResponse{Containers: []*cri.Container{
 		{Id: "d", State: cri.ContainerState_CONTAINER_EXITED, Labels: labels("u", "n", "p", "ended"), Annotations: map[string]string{prefix + "01": "r"}},
-		{Id: "c", State: cri.ContainerState_CONTAINER_UNKNOWN, Labels: labels("u3", "n", "p3", "unknown")},
+		{Id: "c", State: cri.ContainerState_CONTAINER_UNKNOWN, Labels: labels("u3", "n", "p3", "unknown"),
+			Annotations: map[string]string{annotationGrace: "4294967295"}},
 		{Id: "b", State: cri.ContainerState_CONTAINER_CREATED, Metadata: &cri.ContainerMetadata{Name: "main", Attempt: 3}, CreatedAt: 1700000000000000001,
-			Labels:      labels("u2", "train", "job-2", "main"),
-			Annotations: map[string]string{prefix + "02": "example.com/gpu", prefix + "03": "", "io.kubernetes.container.hash": "x", "example.com/gpu": "y"}},
-		{Id: "a", State: cri.ContainerState_CONTAINER_RUNNING, Labels: labels("u1", "n", "p1", "main"), Annotations: map[string]string{"other": "z"}},
+			Labels: labels("u2", "train", "job-2", "main"),
+			Annotations: map[string]string{prefix + "02": "example.com/gpu", prefix + "03": "", "io.kubernetes.container.hash": "x", "example.com/gpu": "y",
+				annotationGrace: "30"}},
+		{Id: "a", State: cri.ContainerState_CONTAINER_RUNNING, Labels: labels("u1", "n", "p1", "main"), Annotations: map[string]string{"other": "z", annotationGrace: "-1"}},
 		{Id: "e", State: 77, CreatedAt: -5},
 		{Metadata: &cri.ContainerMetadata{Name: "by hand"}},
 	}})
 	want := []Container{
 		{Name: "by hand"},
 		{ID: "a", PodUID: "u1", Namespace: "n", Pod: "p1", Name: "main", Running: true},
-		{ID: "b", PodUID: "u2", Namespace: "train", Pod: "job-2", Name: "main", Created: time.Unix(1700000000, 1),
+		{ID: "b", PodUID: "u2", Namespace: "train", Pod: "job-2", Name: "main", Created: time.Unix(1700000000, 1), Grace: 30 * time.Second,
 			Annotations: map[string]string{prefix + "02": "example.com/gpu", prefix + "03": ""}},
-		{ID: "c", PodUID: "u3", Namespace: "n", Pod: "p3", Name: "unknown", Running: true},
+		{ID: "c", PodUID: "u3", Namespace: "n", Pod: "p3", Name: "unknown", Running: true, Grace: mostGrace},
 		{ID: "e", Running: true},
 	}
 	r := asker(t, s)

@@ -65,7 +65,7 @@ func sample() Status {
 				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", false, 158, ago(7 * time.Minute), "", nil, false, "", nil, "", ""}}},
 			{Index: 15, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440015", MemoryMiB: 24576, Mode: "off", Health: Healthy},
 		},
-		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1},
+		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1, Detached: 5, Undetached: 1},
 		Policies: []Policy{{"gpu-agent", PolicyHeld, ""},
 			{"gpu-agent-events", PolicyMissing, "the API server would take a write to events that the admission policy gpu-agent-events must refuse: apply it"},
 			{"gpu-agent-evict", PolicyUnknown, "whether the admission policy gpu-agent-evict is in force is not known: no answer"}},

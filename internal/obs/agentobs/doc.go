@@ -86,6 +86,7 @@
 //	cap_kills_total{reason}                     containers that the watchdog ended, reason over or intruder
 //	cap_evictions_total                         pods evicted for repeated offences
 //	cap_breach_to_end_seconds                   histogram: from the first reading over the cap to the end
+//	mps_detaches_total{outcome}                 clients of MPS before their end: detached, or unanswered
 //	watchdog_up                                 1 while the watchdog runs
 //	policy_in_force{policy}                     1 while that admission policy refuses what it must; 0 while it does not
 //	container_granted_gpu_seconds_total{namespace,pod,container,gpu,tier}         granted GPUs times seconds

@@ -308,6 +308,9 @@ var (
 		"A container's share of a GPU's multiprocessors, in percent; the label guarantee is ceiling if the watchdog "+
 			"sees that it is held, and otherwise none. None for containers without a share of their own.",
 		"namespace", "pod", "container", "gpu", "guarantee")
+	detaches = gauge("mps_detaches_total",
+		"Clients of MPS that the watchdog was about to end: detached before that (detached), or not, since the daemon "+
+			"did not answer in time (unanswered).", "outcome")
 	watchdogUp = gauge("watchdog_up", "Whether the watchdog over memory caps runs: 1 or 0.")
 	policyHeld = gauge("policy_in_force",
 		"Whether an admission policy that limits the agent to its own node refuses what it must: 1 or 0. None while "+
@@ -365,6 +368,8 @@ func (v view) Collect(out chan<- prometheus.Metric) {
 	}
 	watched := s.Watchdog.State == status.WatchdogRunning
 	send(watchdogUp, obs.Truth(watched))
+	as(prometheus.CounterValue)(detaches, float64(s.Watchdog.Detached), "detached")
+	as(prometheus.CounterValue)(detaches, float64(s.Watchdog.Undetached), "unanswered")
 	for _, p := range s.Policies {
 		if p.State != status.PolicyUnknown {
 			send(policyHeld, obs.Truth(p.State == status.PolicyHeld), p.Name)
