@@ -143,7 +143,7 @@ func (e *examiner) judgeShares(ctx context.Context, d *gpu.Device, by *Daemon, s
 		if share.Ceiling == 0 || !c.On(d.UUID) {
 			continue
 		}
-		is := compute.Verify(share, sms(d), by.Trouble, of[key])
+		is := compute.Verify(share, d.SMs, by.Trouble, of[key])
 		s.held[page{key, d.UUID}] = is
 		sure = sure && (is.Guarantee == compute.Ceiling || len(of[key]) == 0)
 	}
@@ -159,15 +159,6 @@ func (e *examiner) judgeShares(ctx context.Context, d *gpu.Device, by *Daemon, s
 		func(first time.Time) bool { return now.Sub(first) >= silentGrace })
 	e.lookForStuck(d, by, said.starting, now)
 	return strangers, sure
-}
-
-// sms returns how many SMs a GPU has, as far as the driver tells.
-func sms(d *gpu.Device) int {
-	n := d.SMs
-	for i := range d.MIG.Profiles {
-		n = max(n, d.MIG.Profiles[i].SMs)
-	}
-	return n
 }
 
 // words are what processes say on the usage pages of a GPU.

@@ -205,6 +205,33 @@ func TestHeldToAShare(t *testing.T) {
 	})
 }
 
+// profiled has GPU 0 with a MIG profile of 98 SMs. An A100 has that, and 108 in all.
+type profiled struct {
+	*world
+	sms int
+}
+
+func (w profiled) Offered() []gpu.Device {
+	d := gpu.Device{UUID: gpu0, SMs: w.sms}
+	d.MIG.Profiles = []gpu.Profile{{SMs: 98}}
+	return []gpu.Device{d}
+}
+
+// TestSMsOfTheCard: a share is of the SMs that the card has, not of those that MIG can give. A card of which
+// the driver does not tell them holds nobody.
+func TestSMsOfTheCard(t *testing.T) {
+	for all, want := range map[int]string{108: "ceiling 25 %", 0: "none: the driver does not tell how many SMs the GPU has"} {
+		s := &daemons{began: time.Now()}
+		w, pages := shareWorld(s, "a", 25, 10)
+		pages[w.allocations[0].ID].said[10] = lib.Compute{SMs: 27} // of 98 it would be 25 at most
+		watchIn(t, w, Worlds{Pages: pages, Runtime: w, Shares: s, Allocations: profiled{w, all}}, Options{}, func(g *Guard, pass func(time.Duration)) {
+			if pass(time.Second); heldOf(g) != want {
+				t.Errorf("%d SMs: %q, want %q", all, heldOf(g), want)
+			}
+		})
+	}
+}
+
 // TestOutsideMPS: a process that is no client is named as soon as the daemon has told its clients after the
 // process was seen, and its container is ended if the operator wants that. A client that has nothing on its
 // page is named after a while.
