@@ -15,6 +15,7 @@ import (
 
 	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/mps"
+	"example.com/gpu-agent/internal/mps/cuinit"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/gpu/nvml"
 )
@@ -25,7 +26,7 @@ const driverContainer = "run/nvidia/driver"
 
 type mpsFlags struct {
 	driverRoot, stateDir string
-	supervise            bool
+	supervise, probe     bool
 	log                  command.Log
 	// flags are all of these, as they were given.
 	flags *pflag.FlagSet
@@ -43,6 +44,9 @@ whenever that ends. The end of this program ends the daemons, and with them all 
 compute on those GPUs.`,
 		Example: "gpu-agent mps --driver-root /host",
 		RunE: func(c *cobra.Command, _ []string) error {
+			if f.probe {
+				return runProbe(consoleOf(c))
+			}
 			if f.supervise {
 				return f.runSupervisor(c.Context(), consoleOf(c))
 			}
@@ -53,6 +57,7 @@ compute on those GPUs.`,
 	stateDirFlag(c.Flags(), &f.stateDir)
 	c.Flags().BoolVar(&f.supervise, "supervise", false,
 		"be the second process: start daemons and answer the agent, and leave daemons alone at the end")
+	c.Flags().BoolVar(&f.probe, "probe", false, "be a program that begins CUDA, says what came of it, and ends")
 	f.log.Register(c.Flags())
 	f.flags = c.Flags()
 	return c
@@ -60,7 +65,8 @@ compute on those GPUs.`,
 
 // options returns the options of package mps.
 func (f *mpsFlags) options(log *slog.Logger) mps.Options {
-	return mps.Options{StateDir: f.stateDir, Siblings: f.supervise, Logger: log, Driver: mpsDriver(f.driverRoot)}
+	return mps.Options{StateDir: f.stateDir, Siblings: f.supervise, Logger: log, Driver: mpsDriver(f.driverRoot),
+		Probe: []string{"/proc/self/exe", "mps", "--probe"}}
 }
 
 // mpsDriver returns the places where the driver's programs for MPS may be.
@@ -141,6 +147,16 @@ func (f *mpsFlags) again() []string {
 		}
 	})
 	return args
+}
+
+// runProbe begins CUDA and prints what came of it: 0, or CUDA's error.
+func runProbe(c console) error {
+	result, err := cuinit.Call()
+	if err != nil {
+		return fmt.Errorf("probe an MPS server: %w", err)
+	}
+	_, err = fmt.Fprintln(c.out, result)
+	return err
 }
 
 // runSupervisor runs the second process, until it is told to end.

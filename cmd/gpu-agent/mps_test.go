@@ -6,7 +6,9 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -47,6 +49,41 @@ func TestSupervisor(t *testing.T) {
 	cancel()
 	if err := <-ended; err != nil {
 		t.Errorf("the supervisor was told to end: %v", err)
+	}
+}
+
+// The probe says what cuInit answers, and waits for it.
+func TestProbe(t *testing.T) {
+	if _, err := exec.LookPath("gcc"); err != nil {
+		t.Skip("no gcc to build a library with")
+	}
+	if os.Getenv("PROBE") != "" {
+		out := &bytes.Buffer{}
+		if err := within(t.Context(), console{strings.NewReader(""), out, &bytes.Buffer{}}, []string{"mps", "--probe"}); err != nil {
+			t.Fatal(err)
+		}
+		fmt.Print(out)
+		return
+	}
+	dir := t.TempDir()
+	source := filepath.Join(dir, "cuda.c")
+	if err := os.WriteFile(source, []byte("int cuInit(unsigned flags) { return 805 + (int)flags; }\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	probe := func() (string, error) {
+		cmd := exec.Command("/proc/self/exe", "-test.run=^TestProbe$")
+		cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+dir, "PROBE=1")
+		out, err := cmd.Output()
+		return string(out), err
+	}
+	if said, err := probe(); err == nil {
+		t.Errorf("without a library: %q", said)
+	}
+	if out, err := exec.Command("gcc", "-shared", "-fPIC", "-o", filepath.Join(dir, "libcuda.so.1"), source).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	if said, err := probe(); err != nil || !strings.HasPrefix(said, "805\n") {
+		t.Errorf("%q, %v", said, err)
 	}
 }
 

@@ -30,6 +30,8 @@ const (
 	mpsEvery    = 250 * time.Millisecond
 	mpsSayEvery = 10 * time.Second
 	mpsTimeout  = 5 * time.Second
+	// mpsProbe bounds a probe of a server, which takes 5 seconds if the server hangs.
+	mpsProbe = 20 * time.Second
 	// mpsFresh is how old a daemon's last answer may be for a container to start. The library in
 	// containers has the same bound for programs.
 	mpsFresh = 2 * time.Second
@@ -408,7 +410,6 @@ func (m *mpsDaemons) daemonLocked(u gpu.UUID) guard.Daemon {
 	d := guard.Daemon{Percent: m.wants[u], Trouble: why.Message, At: seen.answered, PID: seen.PID, Clients: map[int]bool{}}
 	for _, s := range seen.Servers {
 		d.Servers = append(d.Servers, s.PID)
-		d.Active = d.Active || s.Status == mps.Active
 		for _, pid := range s.Clients {
 			d.Clients[pid] = true
 		}
@@ -439,8 +440,30 @@ func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut
 // Refresh has the supervisor told again what shall be: it then asks the daemons at once.
 func (s Shares) Refresh() { poke(s.mps.said) }
 
-// Fault reports a GPU's server that does not answer.
-func (s Shares) Fault(u gpu.UUID, why string) { s.mps.fault(u, why) }
+// Suspect has a GPU's server probed, and replaced if a program of the node's own hangs in it, too.
+func (s Shares) Suspect(u gpu.UUID, why string) { go s.mps.probe(u, why) }
+
+// probe probes a server. If that cannot be done, a server that does not say that it is active is replaced
+// all the same.
+func (m *mpsDaemons) probe(u gpu.UUID, why string) {
+	ctx, cancel := context.WithTimeout(context.Background(), mpsProbe)
+	defer cancel()
+	m.mu.Lock()
+	before := m.seen.of[u]
+	m.mu.Unlock()
+	outcome, err := m.supervisor.Probe(ctx, u)
+	if err != nil {
+		m.log.Warn("cannot find out whether an MPS server serves", "gpu", u, "why", why, "err", err)
+	}
+	m.mu.Lock()
+	d := m.seen.of[u]
+	_, wanted := m.wants[u]
+	active := slices.ContainsFunc(d.Servers, func(s mps.Server) bool { return s.Status == mps.Active })
+	if wanted && d.Identity() == before.Identity() && (outcome == mps.Hangs || err != nil && !active) {
+		m.faultLocked(u, why)
+	}
+	m.mu.Unlock()
+}
 
 // Now returns the time since boot.
 func (s Shares) Now() time.Duration { return s.mps.supervisor.Now() }

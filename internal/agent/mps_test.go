@@ -33,6 +33,7 @@ type supervised struct {
 	left   bool
 	ends   int
 	detach func(mps.Detach) ([]mps.Detached, error)
+	probe  func() (mps.Probed, error)
 	pid    int
 	began  time.Time
 }
@@ -117,6 +118,8 @@ func (s *supervised) Sync(_ context.Context, wants []mps.Want) (mps.State, error
 func (s *supervised) Detach(_ context.Context, d mps.Detach) ([]mps.Detached, error) {
 	return s.detach(d)
 }
+
+func (s *supervised) Probe(context.Context, gpu.UUID) (mps.Probed, error) { return s.probe() }
 
 func (s *supervised) Left() bool {
 	s.mu.Lock()
@@ -425,7 +428,10 @@ func TestMPSFault(t *testing.T) {
 		"the status": func(b *bench) {
 			b.outside.mps.with(func() { b.outside.mps.daemons[uuid(0)].Servers[0].Status = mps.Fault })
 		},
-		"the watchdog": func(b *bench) { Shares{b.Agent}.Fault(uuid(0), "its server serves nobody") },
+		"the watchdog": func(b *bench) {
+			b.outside.mps.with(func() { b.outside.mps.probe = func() (mps.Probed, error) { return mps.Hangs, nil } })
+			Shares{b.Agent}.Suspect(uuid(0), "its server serves nobody")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -471,6 +477,39 @@ func TestMPSFault(t *testing.T) {
 	}
 }
 
+// A server that a program waits for is replaced if a program of the node's own hangs in it, too. If that
+// cannot be found out, the server's own word counts.
+func TestMPSSuspect(t *testing.T) {
+	for _, c := range []struct {
+		outcome  mps.Probed
+		err      error
+		status   mps.Status
+		replaced bool
+	}{
+		{mps.Hangs, nil, mps.Active, true}, {mps.Hangs, nil, mps.Initializing, true},
+		{mps.Answered, nil, mps.Active, false}, {mps.Answered, nil, mps.Initializing, false},
+		{"", gpu.ErrNotSupported, mps.Active, false}, {"", gpu.ErrNotSupported, mps.Initializing, true},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			o := mpsNode(t)
+			b := start(t, o, t.TempDir(), allMPS)
+			defer b.end()
+			pause(time.Minute)
+			o.mps.clients(uuid(0), 41)
+			o.mps.with(func() {
+				o.mps.daemons[uuid(0)].Servers[0].Status = c.status
+				o.mps.probe = func() (mps.Probed, error) { time.Sleep(5 * time.Second); return c.outcome, c.err }
+			})
+			pause(4 * mpsEvery)
+			Shares{b.Agent}.Suspect(uuid(0), "a program has waited for 5s")
+			pause(10 * time.Second)
+			if got := o.mps.wanted()[0].Retire != (mps.Identity{}); got != c.replaced {
+				t.Errorf("%q, %v, the server says %s: replaced %v", c.outcome, c.err, c.status, got)
+			}
+		})
+	}
+}
+
 // The successor of an agent that has a daemon replaced goes on with it.
 func TestMPSFaultSuccessor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -478,7 +517,7 @@ func TestMPSFaultSuccessor(t *testing.T) {
 		b := start(t, o, dir, allMPS)
 		pause(time.Minute)
 		o.mps.clients(uuid(0), 41)
-		Shares{b.Agent}.Fault(uuid(0), "its server serves nobody")
+		b.loop.mps.fault(uuid(0), "its server serves nobody")
 		pause(time.Minute)
 		first := o.mps.wanted()[0].Retire
 		b.end()

@@ -132,6 +132,8 @@ type MPS interface {
 	Sync(context.Context, []mps.Want) (mps.State, error)
 	// Detach detaches clients from a GPU's server, so that their end harms no other.
 	Detach(context.Context, mps.Detach) ([]mps.Detached, error)
+	// Probe has a short-lived program begin CUDA as a client of a GPU's server.
+	Probe(context.Context, gpu.UUID) (mps.Probed, error)
 	// Now returns the time on the clock of the daemons' answers.
 	Now() time.Duration
 	// Left reports whether there is something of a daemon on the node.

@@ -20,7 +20,7 @@ const (
 	// may be in cuInit.
 	silentGrace = 2 * time.Second
 	// stuckAfter is how long a process is in cuInit if its server does not answer, and stuckEvery
-	// how often that is believed of a GPU: a container can write the time.
+	// how often that is looked into on a GPU: a container can write the time.
 	stuckAfter = 5 * time.Second
 	stuckEvery = time.Minute
 	// detachBefore is how long before the end of a pod's grace period its clients are detached.
@@ -41,8 +41,9 @@ type Shares interface {
 	Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error)
 	// Refresh has all daemons asked soon, so that Daemon tells what is now. It does not wait.
 	Refresh()
-	// Fault reports a GPU's server that does not answer.
-	Fault(u gpu.UUID, why string)
+	// Suspect reports a GPU's server that may not answer, since a program waits for it. It has that
+	// found out, and does not wait.
+	Suspect(u gpu.UUID, why string)
 	// Now returns the time since boot (CLOCK_BOOTTIME).
 	Now() time.Duration
 }
@@ -56,16 +57,15 @@ type Daemon struct {
 	// At is when it told what follows; zero if it never has.
 	At time.Time
 	// PID is the daemon's, Servers those of its servers, and Clients those of their clients, as the
-	// agent sees them. Active is true if a server serves.
+	// agent sees them.
 	PID     int
 	Servers []int
 	Clients map[int]bool
-	Active  bool
 }
 
 // print tells two states of a daemon apart.
 func (d *Daemon) print() string {
-	return fmt.Sprint(d.Trouble, d.Active, d.Servers, slices.Sorted(maps.Keys(d.Clients)))
+	return fmt.Sprint(d.Trouble, d.Servers, slices.Sorted(maps.Keys(d.Clients)))
 }
 
 // SharesMeter is a Meter that knows what processes say of their shares. *lib.Usage does the work.
@@ -231,8 +231,8 @@ func (e *examiner) name(ctx context.Context, d *gpu.Device, sc *scene, held allo
 	return n
 }
 
-// lookForStuck reports a server that does not answer: a process has been in cuInit for long. A container
-// writes that time, so it is not believed while a server serves, nor often.
+// lookForStuck reports a server that may not answer: a process has been in cuInit for long. A container
+// writes that time, so a program of the node's own finds out whether it is so, and seldom.
 func (e *examiner) lookForStuck(d *gpu.Device, by *Daemon, starting time.Duration, now time.Time) {
 	s := &e.shares
 	for u, at := range s.stuck {
@@ -240,11 +240,11 @@ func (e *examiner) lookForStuck(d *gpu.Device, by *Daemon, starting time.Duratio
 			delete(s.stuck, u)
 		}
 	}
-	if starting == 0 || by.Active || by.Trouble != "" || !s.stuck[d.UUID].IsZero() {
+	if starting == 0 || by.Trouble != "" || !s.stuck[d.UUID].IsZero() {
 		return
 	}
 	if waited := s.shares.Now() - starting; waited >= stuckAfter {
 		s.stuck[d.UUID] = now
-		s.shares.Fault(d.UUID, fmt.Sprintf("a program has waited for its MPS server for %v", waited.Round(time.Second)))
+		s.shares.Suspect(d.UUID, fmt.Sprintf("a program has waited for its MPS server for %v", waited.Round(time.Second)))
 	}
 }

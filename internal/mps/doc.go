@@ -76,6 +76,12 @@
 // an answer are different. A daemon serves one control program at a time, so that program's run
 // has a deadline, and dies with the supervisor.
 //
+// # Probes
+//
+// A server may say that it is active and serve nobody: cuInit then does not return. What a container
+// says of that is not believed. So [Supervisor.Probe] starts a short-lived program that calls cuInit
+// with the directory that containers get, and has five seconds. It is no part of a round.
+//
 // # Limits
 //
 // Without a socket in PipeDir a program runs, without MPS. So a directory that is not open holds no

@@ -4,6 +4,7 @@ package mps
 
 import (
 	"bufio"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -259,6 +260,48 @@ func TestDetach(t *testing.T) {
 		if _, err := c.Detach(t.Context(), bad); err == nil {
 			t.Errorf("%+v is taken", bad)
 		}
+	}
+}
+
+// TestProbe: a program of the supervisor's own finds out that a server hangs which says it is active, and
+// leaves nothing behind.
+func TestProbe(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, emulated(t, "555.58.02"))
+	opts := w.options()
+	c := NewClient(w.state)
+	text, err := json.Marshal(part{Role: "probe"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	opts.Probe = []string{"/usr/bin/env", roleVariable + "=" + string(text), must(os.Executable())}
+	w.run(opts)
+	if got, err := c.Probe(t.Context(), gpuA); err == nil {
+		t.Errorf("without a daemon: %q", got)
+	}
+	w.sync(Want{GPU: gpuA, Percent: 26, Serve: true})
+	if got, err := c.Probe(t.Context(), gpuA); got != Answered || err != nil {
+		t.Errorf("a server that serves: %q, %v", got, err)
+	}
+	if testing.Short() {
+		return // the rest waits for a deadline
+	}
+	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{Stuck: true})
+	began := time.Now()
+	second := make(chan error, 1)
+	go func() { time.Sleep(time.Second); _, err := c.Probe(t.Context(), gpuA); second <- err }()
+	if got, err := c.Probe(t.Context(), gpuA); got != Hangs || err != nil || time.Since(began) < probeWait {
+		t.Errorf("a server that hangs: %q, %v, after %v", got, err, time.Since(began))
+	}
+	if err := <-second; err == nil {
+		t.Error("two probes of one GPU run")
+	}
+	if d := w.is(c, gpuA, ""); d.Servers[0].Status != Active || d.Clients() != 0 {
+		t.Errorf("it leaves %+v", d)
+	}
+	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{})
+	if got, err := c.Probe(t.Context(), gpuA); got != Answered || err != nil {
+		t.Errorf("a server that serves again: %q, %v", got, err)
 	}
 }
 

@@ -73,6 +73,8 @@ type keeper struct {
 	// refused is the program that has no multi-user mode. It is not started again.
 	refused identity
 
+	probing sync.Mutex // held while a probe runs
+
 	mu    sync.Mutex // guards what follows
 	state Daemon
 }

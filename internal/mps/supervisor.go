@@ -32,7 +32,10 @@ type Options struct {
 	// are children of this process.
 	Siblings bool
 	// Beat is the time between two rounds of a keeper; half a second if zero.
-	Beat   time.Duration
+	Beat time.Duration
+	// Probe is the program that calls cuInit and ends, with its arguments; empty if there is none. It
+	// prints the result.
+	Probe  []string
 	Logger *slog.Logger
 	// singleUser starts daemons without multi-user mode, for tests with drivers that lack it.
 	singleUser bool

@@ -26,19 +26,22 @@ import (
 // socketName is the supervisor's socket in the state directory.
 const socketName = "mps.sock"
 
-// request is one line of JSON that an agent writes. At most one of Want and Detach is set; with
-// neither, it asks only what is.
+// request is one line of JSON that an agent writes. At most one of Want, Detach and Probe is set; with
+// none, it asks only what is.
 type request struct {
 	Version int `json:"version"`
 	// Want is all that shall be; an empty list is that no daemon shall be.
 	Want   *[]Want `json:"want,omitempty"`
 	Detach *Detach `json:"detach,omitempty"`
+	// Probe is the GPU whose server is to be probed; empty if none is.
+	Probe gpu.UUID `json:"probe,omitempty"`
 }
 
 // reply is one line of JSON that the supervisor writes.
 type reply struct {
 	State    State      `json:"state"`
 	Detached []Detached `json:"detached,omitempty"`
+	Probed   Probed     `json:"probed,omitempty"`
 	// Error is why the request was refused; empty if it was not.
 	Error string `json:"error,omitempty"`
 }
@@ -156,12 +159,14 @@ func (s *Supervisor) carryOut(ctx context.Context, c io.Reader) (r reply, err er
 	case q.Version != wireVersion:
 		err = fmt.Errorf("the request has version %d, and this supervisor speaks %d: update one of them: %w",
 			q.Version, wireVersion, gpu.ErrNotSupported)
-	case q.Want != nil && q.Detach != nil:
-		err = fmt.Errorf("the request has both want and detach: %w", gpu.ErrInvalid)
+	case q.Want != nil && q.Detach != nil, q.Probe != "" && (q.Want != nil || q.Detach != nil):
+		err = fmt.Errorf("the request has more than one of want, detach and probe: %w", gpu.ErrInvalid)
 	case q.Want != nil:
 		_, err = s.Sync(ctx, *q.Want)
 	case q.Detach != nil:
 		r.Detached, err = s.Detach(ctx, *q.Detach)
+	case q.Probe != "":
+		r.Probed, err = s.Probe(ctx, q.Probe)
 	}
 	return r, err
 }
@@ -205,6 +210,12 @@ func (c *Client) State(ctx context.Context) (State, error) {
 func (c *Client) Detach(ctx context.Context, d Detach) ([]Detached, error) {
 	r, err := c.ask(ctx, request{Detach: &d})
 	return r.Detached, err
+}
+
+// Probe probes a GPU's server, as Supervisor.Probe does.
+func (c *Client) Probe(ctx context.Context, u gpu.UUID) (Probed, error) {
+	r, err := c.ask(ctx, request{Probe: u})
+	return r.Probed, err
 }
 
 // askWait bounds a question without a deadline.

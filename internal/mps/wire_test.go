@@ -56,7 +56,7 @@ func TestBadRequestsTakeNothing(t *testing.T) {
 		{`{"version":1,"want":[{"gpu":"` + string(gpuA) + `","percent":5},{"gpu":"` + string(gpuA) + `","percent":5}]}` + "\n", "twice"},
 		{`{"version":1,"want":[],"more":1}` + "\n", "unknown field"},
 		{`{"version":1,"want":[]} {}` + "\n", "more than one"},
-		{`{"version":1,"want":[],"detach":{"gpu":"` + string(gpuA) + `","clients":[1]}}` + "\n", "both"},
+		{`{"version":1,"want":[],"detach":{"gpu":"` + string(gpuA) + `","clients":[1]}}` + "\n", "more than one"},
 		{`{"version":1,"want":[` + strings.Join(many, ",") + "]}\n", "at most 64"},
 		{`want` + "\n", "invalid character"},
 		{strings.Repeat(" ", mostRequest+1), ""},
