@@ -128,13 +128,13 @@ func TestPresent(t *testing.T) {
 	inv := smalls(1).Inventory
 	for text, want := range map[string]string{
 		"":                   "",
-		"whole":              "{GPU-0 whole device-plugin 0  time slices {false 0} false [] [] false 0}",
-		"off":                "{GPU-0 off  0  time slices {false 0} false [] [] false 0}",
+		"whole":              "{GPU-0 whole device-plugin 0  time slices {false 0 0s} false [] [] false 0}",
+		"off":                "{GPU-0 off  0  time slices {false 0 0s} false [] [] false 0}",
 		"unset":              "",
-		"1g.6gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices {false 0} false [{1g.6gb 1} {2g.12gb 1}] [] false 0}",
-		"1g.6gb@0 1g.6gb@1 1g.6gb@2 1g.6gb@3 2g.12gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices {false 0} true [] [1g.6gb 2g.12gb] false 0}",
+		"1g.6gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices {false 0 0s} false [{1g.6gb 1} {2g.12gb 1}] [] false 0}",
+		"1g.6gb@0 1g.6gb@1 1g.6gb@2 1g.6gb@3 2g.12gb@0 2g.12gb@2": "{GPU-0 mig device-plugin 0  time slices {false 0 0s} true [] [1g.6gb 2g.12gb] false 0}",
 		"9g.90gb@0": "",
-		"dynamic":   "{GPU-0 dynamic dra 0  time slices {false 0} true [] [] false 0}",
+		"dynamic":   "{GPU-0 dynamic dra 0  time slices {false 0 0s} true [] [] false 0}",
 		"shared":    "", // without a grant in the journal: replicas or memory, it does not say
 	} {
 		j := Journal{layouts: map[gpu.UUID]string{"GPU-0": text}}

@@ -72,6 +72,9 @@ func (at *scene) spot(g *gpunode.GPU) *gpunode.Spot {
 	stay := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
 		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || a.Yield.Asked() })}
 	out.Used, out.UsedPlacements = stay.used(u, layout.Kind), stay.usedPlacements(u)
+	lend := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
+		func(a ledger.Allocation) bool { return !a.Free(ledger.Spot) })}
+	out.Lent = lend.used(u, layout.Kind)
 	for i := range at.offer.Resources {
 		r := &at.offer.Resources[i]
 		if r.Tier != ledger.Spot {

@@ -51,6 +51,9 @@ func says(s *gpunode.Status) string {
 		if s := g.Spot; s != nil {
 			used, _ := s.Used.MarshalText()
 			fmt.Fprintf(&b, " spot used [%s]%v free %d/%d largest %d", used, s.UsedPlacements, s.Free, s.Total, s.Largest)
+			if lent, _ := s.Lent.MarshalText(); len(lent) > 0 {
+				fmt.Fprintf(&b, " lent [%s]", lent)
+			}
 			for _, o := range s.Offers {
 				fmt.Fprintf(&b, " %s@%s free [%s] largest %d", o.Profile, strings.Join(o.Placements, ","), strings.Join(o.Free, ","), o.Largest)
 			}
@@ -116,6 +119,18 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 			`gpu-mem free 7/8 largest 4`,
 			`gpu-mem.spot free 3/6 largest 2`,
 			`2 shared | gpu-mem 7/8, gpu-mem.spot 3/6 | gpu-mem 4, gpu-mem.spot 2 | 12%`,
+		}},
+		"spot lent": {file: "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: shared, spot: true, lend: {after: 1h}}\n    - {devices: [1], mode: shared}\n", do: func(b *bench) {
+			b.hold("a", memResource, string(uuid(0))+"::0", string(uuid(0))+"::1")
+			if a := b.Allocations()[0]; !b.front.SetLending(a.ID, a.Epoch, true) {
+				b.t.Fatal("it does not lend")
+			}
+		}, want: []string{
+			`0 shared device-plugin units by api used [0-1] free 2/4 largest 2 spot used [][] free 4/4 largest 4 lent [0-1]`,
+			`1 shared device-plugin units by api used [] free 4/4 largest 4`,
+			`gpu-mem free 6/8 largest 4`,
+			`gpu-mem.spot free 4/4 largest 4`,
+			`2 shared | gpu-mem 6/8, gpu-mem.spot 4/4 | gpu-mem 4, gpu-mem.spot 4 | 25%`,
 		}},
 		"spot whole": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole, spot: true}\n", do: func(b *bench) {
 			b.hold("s", wholeResource+".spot", string(uuid(0)))

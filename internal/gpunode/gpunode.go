@@ -185,6 +185,8 @@ type Spot struct {
 	// place. What a spot pod is to give back is in neither.
 	Used           piece.Set `json:"used,omitempty" max:"30000"`
 	UsedPlacements []string  `json:"usedPlacements,omitempty" max:"512" each:"64"`
+	// Lent has the numbers of devices that guaranteed pods have and lend: spot pods can be given these, too.
+	Lent piece.Set `json:"lent,omitempty" max:"30000"`
 	// Free is the number of devices that may be given to spot pods now, and Largest how many of these one
 	// container can get. Both are 0 for MIG devices.
 	Free    int `json:"free" max:"16777216"`

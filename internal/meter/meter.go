@@ -386,6 +386,13 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		m.add(&r)
 		g = m.book.Of(a.ID)
 	}
+	if yields := a.Yield.Asked(); yields != g.Yields {
+		r := usage.Record{Time: at, Event: usage.Restored, Grant: g.Number}
+		if yields {
+			r.Event = usage.Yielded
+		}
+		m.add(&r)
+	}
 	if h.Pod != "" && !g.Same(&h) && (h.Container != "" || g.Container == "") {
 		h.Labels = g.Labels
 		m.add(&usage.Record{Time: at, Event: usage.Named, Grant: g.Number, Holder: h})

@@ -249,6 +249,18 @@ func TestTiersAreCounted(t *testing.T) {
 	if s, _ := n.series("web"); s.Tier != ledger.Guaranteed || s.GrantedGPU != 60 || s.LentGPU != 0 {
 		t.Errorf("guaranteed: %+v", s)
 	}
+	if _, ok := n.ledger.Release(ledger.DevicePlugin, "g"); !ok {
+		t.Fatal("not released")
+	}
+	n.pass(time.Second)
+	n.turn(false)
+	n.pass(9 * time.Second)
+	n.turn(true)
+	if s, _ := n.series("batch"); s.GrantedGPU != .5*10+.5*9 || s.Share != .5 {
+		t.Errorf("spot, again: %+v", s)
+	}
+	n.take("h", record("GPU-0", 0, 79), "web")
+	n.turn(false)
 	n.start()
 	if g := n.meter.book.Of("s"); g == nil || g.Tier != ledger.Spot || g.Held[0].Yielded != 1 {
 		t.Errorf("after a restart: %+v", g)

@@ -98,6 +98,10 @@ type space struct {
 	spot         int
 	inSpot       bool
 	unheld, most int
+	// lent has the numbers of devices there that guaranteed pods have and lend, and lentFree counts those of them
+	// that no spot pod has.
+	lent     map[int]bool
+	lentFree int
 	// single is true if a container with a replica of the GPU has no other one: it is shared through MPS.
 	single bool
 	// total is how many devices the GPU has, held tells which of them are held, and free

@@ -64,6 +64,15 @@ func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]b
 	s := space{own: true, inSpot: true, uuid: of.uuid, rank: of.rank, kind: of.kind, resource: g.Spot.Resource,
 		total: of.total, held: slices.Clone(of.held), unheld: of.free, most: g.Spot.Total,
 		onDemand: of.onDemand, of: of.of, card: of.card}
+	for number := range g.Spot.Lent.All() {
+		if open && number < s.total && s.held[number] {
+			if s.lent == nil {
+				s.lent = map[int]bool{}
+			}
+			s.held[number], s.lent[number] = false, true
+			s.unheld, s.lentFree = s.unheld+1, s.lentFree+1
+		}
+	}
 	for number := range g.Spot.Used.All() {
 		if !gone[s.id(number)] {
 			s.holdNumber(number, true)
@@ -123,8 +132,13 @@ func (s *space) read(text string) (mig.Placement, bool) {
 
 // holdNumber notes that a device with a number is held, of a spot space by a spot pod or a guaranteed one.
 func (s *space) holdNumber(number int, bySpot bool) {
-	if number < 0 || number >= s.total || s.held[number] {
+	switch {
+	case number < 0 || number >= s.total || s.held[number]:
 		return
+	case s.lent[number] && !bySpot:
+		return // spot pods may have it all the same
+	case s.lent[number]:
+		s.lentFree--
 	}
 	s.alter()
 	s.held[number] = true
@@ -151,7 +165,7 @@ func (s *space) holdPlacement(p mig.Placement) {
 // idle returns how many of a GPU's free devices no spot pod has.
 func idle(gpus []space, i int) int {
 	if s := &gpus[i]; s.spot != 0 && !s.inSpot {
-		return gpus[s.spot].unheld
+		return gpus[s.spot].unheld - gpus[s.spot].lentFree
 	}
 	return gpus[i].free
 }

@@ -21,6 +21,12 @@ const (
 	spotGPU = gpuName + ".spot"
 )
 
+// lending has guaranteed pods lend some devices of a node's first GPU.
+func lending(s *gpunode.Status, lent piece.Set) *gpunode.Status {
+	s.GPUs[0].Spot.Lent = lent
+	return s
+}
+
 // twice returns a node whose GPUs of 80 units are offered to spot pods, too, up to most of them. of each GPU it has
 // the numbers that guaranteed pods have, and that spot pods have.
 func twice(most int, used ...[2]piece.Set) *gpunode.Status {
@@ -49,13 +55,17 @@ func TestWhatEachTierCanHave(t *testing.T) {
 		says             *gpunode.Status
 		guaranteed, spot int
 	}{
-		"nothing is used":             {twice(80, [2]piece.Set{nil, nil}), 80, 80},
-		"spot pods have some":         {twice(80, [2]piece.Set{nil, numbers(40, 79)}), 80, 40},
-		"both have some":              {twice(80, [2]piece.Set{numbers(0, 9), numbers(40, 79)}), 70, 30},
-		"both have the same":          {twice(80, [2]piece.Set{numbers(0, 49), numbers(40, 79)}), 30, 0},
-		"spot pods may have so many":  {twice(30, [2]piece.Set{numbers(0, 9), numbers(60, 79)}), 70, 10},
-		"on two GPUs":                 {twice(80, [2]piece.Set{numbers(0, 59), nil}, [2]piece.Set{nil, numbers(0, 69)}), 80, 20},
-		"most is more than there are": {twice(1<<20, [2]piece.Set{numbers(0, 9), nil}), 70, 70},
+		"nothing is used":              {twice(80, [2]piece.Set{nil, nil}), 80, 80},
+		"spot pods have some":          {twice(80, [2]piece.Set{nil, numbers(40, 79)}), 80, 40},
+		"both have some":               {twice(80, [2]piece.Set{numbers(0, 9), numbers(40, 79)}), 70, 30},
+		"both have the same":           {twice(80, [2]piece.Set{numbers(0, 49), numbers(40, 79)}), 30, 0},
+		"spot pods may have so many":   {twice(30, [2]piece.Set{numbers(0, 9), numbers(60, 79)}), 70, 10},
+		"guaranteed pods lend some":    {lending(twice(80, [2]piece.Set{numbers(0, 49), numbers(50, 54)}), numbers(20, 49)), 30, 55},
+		"spot pods have some of that":  {lending(twice(80, [2]piece.Set{numbers(0, 49), numbers(20, 29)}), numbers(20, 49)), 30, 50},
+		"most counts there, too":       {lending(twice(40, [2]piece.Set{numbers(0, 49), nil}), numbers(20, 49)), 30, 40},
+		"what is lent is nobody's now": {lending(twice(80, [2]piece.Set{nil, nil}), numbers(20, 49)), 80, 80},
+		"on two GPUs":                  {twice(80, [2]piece.Set{numbers(0, 59), nil}, [2]piece.Set{nil, numbers(0, 69)}), 80, 20},
+		"most is more than there are":  {twice(1<<20, [2]piece.Set{numbers(0, 9), nil}), 70, 70},
 	} {
 		b := New()
 		b.SetNode("a", c.says, true)
@@ -223,6 +233,31 @@ func TestSpotPodsComeLast(t *testing.T) {
 	}
 	if _, err := place(units("h", 10), "b"); err != nil {
 		t.Errorf("a guaranteed pod beside a spot pod on its way: %v", err)
+	}
+}
+
+// A guaranteed pod that lends goes on to have its devices. What it lends is given to spot pods, and to no guaranteed one.
+func TestLentDevicesOfPods(t *testing.T) {
+	b := New()
+	b.SetNode("a", lending(twice(80, [2]piece.Set{numbers(0, 39), nil}), numbers(0, 39)), true)
+	g := units("g", 40)
+	g.Node = "a"
+	for n := range 40 {
+		g.Devices = append(g.Devices, timeslice.ID("GPU-0", n))
+	}
+	b.SetPod(g)
+	for n, want := range map[int]bool{40: true, 41: false} {
+		if err := fits(b, units("p", n)); (err == nil) != want {
+			t.Errorf("%d guaranteed units: %v", n, err)
+		}
+	}
+	if err := fits(b, asks("p", spotMem, 80)); err != nil {
+		t.Errorf("spot units: %v", err)
+	}
+	both := units("p", 30)
+	both.Containers = append(both.Containers, Container{Requests: map[string]int{spotMem: 50}})
+	if err := fits(b, both); err != nil {
+		t.Errorf("30 of 40 free units, and the rest with what is lent: %v", err)
 	}
 }
 

@@ -53,7 +53,9 @@ type Grant struct {
 	Count      int             `json:"count,omitempty"`
 	Adopted    bool            `json:"adopted,omitempty"`
 	Holder
-	Since time.Time `json:"since"`
+	// Yields is true while a spot grant gives its room back, or has given it back.
+	Yields bool      `json:"yields,omitempty"`
+	Since  time.Time `json:"since"`
 	// Until is the time of the release; zero before that.
 	Until time.Time `json:"until,omitzero"`
 	Held  []Held    `json:"pieces"`
@@ -194,6 +196,11 @@ func (b *Book) Apply(r *Record) {
 			g.Holder = r.Holder
 			b.forget(g, r.Time)
 		}
+	case Yielded, Restored:
+		if g := b.open[r.Grant]; g != nil && g.Tier == ledger.Spot {
+			g.Yields = r.Event == Yielded
+			b.share(g, r.Time)
+		}
 	case Used:
 		b.use(r)
 	case Released:
@@ -238,18 +245,18 @@ func (b *Book) begin(r *Record) {
 	}
 }
 
-// share works out which parts of pieces have changed hands between the tiers, after a grant has begun or ended. A
-// guaranteed grant takes room of spot grants that are older, and a spot grant is lent room of guaranteed grants that
-// are older. Either gives it back when it ends.
+// share works out which parts of pieces have changed hands between the tiers, after a grant has begun, ended or
+// yielded. A guaranteed grant takes room of spot grants that are older, and a spot grant is lent room of guaranteed
+// grants that are older. Either gives it back when it ends, and a spot grant when it yields.
 func (b *Book) share(changed *Grant, at time.Time) {
 	for _, o := range b.Open() {
-		if o.Tier == changed.Tier || o.Number >= changed.Number {
+		if o != changed && (o.Tier == changed.Tier || o.Number >= changed.Number) {
 			continue
 		}
 		for i := range o.Held {
 			h, part := &o.Held[i], 0.0
 			for _, later := range b.Open() {
-				if later.Tier == o.Tier || later.Number < o.Number {
+				if later.Tier == o.Tier || later.Number < o.Number || later.Yields {
 					continue
 				}
 				for j := range later.Held {
@@ -259,6 +266,9 @@ func (b *Book) share(changed *Grant, at time.Time) {
 			of := &h.Lent
 			if o.Tier == ledger.Spot {
 				of = &h.Yielded
+			}
+			if o.Yields {
+				part = 1
 			}
 			if *of != part {
 				b.settle(o, h, at)

@@ -136,6 +136,15 @@ func TestAccount(t *testing.T) {
 	}
 }
 
+func lineOf(t *testing.T, r *Record) []byte {
+	t.Helper()
+	out, err := r.Append(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
 // inSpot is a record of a spot grant.
 func inSpot(r *Record) *Record {
 	r.Tier = ledger.Spot
@@ -159,13 +168,9 @@ func TestTiers(t *testing.T) {
 		b := NewBook(nil)
 		for i, r := range records {
 			if i == cut && cut > 0 { // a reader that begins here has only the book
-				from := &Record{Time: records[i-1].Time, Event: Began, Book: b.State(records[i-1].Time)}
-				line, err := from.Append(nil)
-				if err != nil {
-					t.Fatal(err)
-				}
+				from := lineOf(t, &Record{Time: records[i-1].Time, Event: Began, Book: b.State(records[i-1].Time)})
 				b = NewBook(nil)
-				b.Apply(Parse(line))
+				b.Apply(Parse(from))
 			}
 			b.Apply(r)
 		}
@@ -187,6 +192,21 @@ func TestTiers(t *testing.T) {
 		}
 		if s, _ := b.Ended(Key{"work", "web", "main", "GPU-3", ledger.Guaranteed}); s.GrantedGPU != .5*20 {
 			t.Errorf("cut at %d: the guaranteed pod: %+v", cut, s)
+		}
+	}
+	// A spot grant that yields to the holder of lent room is charged nothing meanwhile, and nothing is lent to it.
+	y := NewBook(nil)
+	for _, r := range []*Record{
+		granted(1, "n", at(0), units(0, 79)), named(1, at(0), "nb", "main"),
+		inSpot(granted(2, "s", at(10), units(0, 39))), named(2, at(10), "night", "main"),
+		{Time: at(20), Event: Yielded, Grant: 2}, {Time: at(50), Event: Restored, Grant: 2},
+	} {
+		y.Apply(r)
+	}
+	y.Apply(Parse(lineOf(t, &Record{Time: at(50), Event: Began, Book: y.State(at(50))})))
+	for pod, want := range map[string][2]float64{"nb": {60, .5 * 20}, "night": {.5 * 20, 0}} {
+		if s := of(y.Series(at(60)), pod, "main"); s.GrantedGPU != want[0] || s.LentGPU != want[1] {
+			t.Errorf("%s: granted %v, lent %v, want %v", pod, s.GrantedGPU, s.LentGPU, want)
 		}
 	}
 	report := NewReport(at(0), at(100), func(g *Grant) string { return g.Namespace })

@@ -21,6 +21,7 @@
 //	{"time":"…","event":"held","grant":7,"namespace":"train","pod":"a","uid":"…","container":"main",
 //	  "labels":{"team":"x"}}
 //	{"time":"…","event":"used","used":[{"grant":7,"gpu":3,"mibMs":…,"busyMs":…,"smMs":…,"idle":"…"}]}
+//	{"time":"…","event":"yielded","grant":7}          a spot grant gives its room back; "restored" has it again
 //	{"time":"…","event":"released","grant":7,"used":[…]}
 //	{"time":"…","event":"refused","resource":"…","count":24,"gpu":"GPU-…","reason":"NotOneGPU","message":"…"}
 //	{"time":"…","event":"cut","op":"create","gpu":"GPU-…","index":3,"placement":"3g.40gb@4"}
@@ -56,7 +57,8 @@
 // watches a GPU, is charged nothing.
 //
 // A grant of the spot tier has "tier":"spot" in its records; others have no tier, which is the guaranteed one. A
-// guaranteed grant over the room of spot grants takes their charge over until it ends. A spot grant over the room of
+// guaranteed grant over the room of spot grants takes their charge over until it ends, and a spot grant that gives its
+// room back is charged nothing until it has the room again. A spot grant over the room of
 // an older guaranteed one, which is lent, takes nothing of its charge: the room is then counted as lent as well. A
 // parked process has no memory on the GPU, so its time is granted, and not used.
 //

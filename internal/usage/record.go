@@ -26,6 +26,8 @@ const (
 	Allocated Event = "allocated"
 	Named     Event = "held"
 	Used      Event = "used"
+	Yielded   Event = "yielded"
+	Restored  Event = "restored"
 	Released  Event = "released"
 	Refused   Event = "refused"
 	Cut       Event = "cut"
