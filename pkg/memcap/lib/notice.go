@@ -49,15 +49,17 @@ func (p *Pages) SetNotice(key string, by time.Time) error {
 		text = by.UTC().Format(time.RFC3339) + "\n"
 	}
 	is := make([]byte, 64)
-	n, err := f.ReadAt(is, 0)
-	if n == 0 || string(is[:n]) != text { // io.EOF is the rule
-		// All times are of one length, so a program reads the old one, the new one, or nothing.
-		if err = f.Truncate(int64(len(text))); text != "" && err == nil {
-			_, err = f.WriteAt([]byte(text), 0)
-		}
-		if err != nil {
-			return fmt.Errorf("write the notice of allocation %s: %w", key, err)
-		}
+	// An error leaves n at 0, or is io.EOF.
+	if n, _ := f.ReadAt(is, 0); string(is[:n]) == text {
+		return nil
+	}
+	// All times are of one length, and one is written at once. So a program reads the old one, the new one, or
+	// nothing. To lengthen the file first would show it zeros.
+	if _, err = f.WriteAt([]byte(text), 0); err == nil {
+		err = f.Truncate(int64(len(text)))
+	}
+	if err != nil {
+		return fmt.Errorf("write the notice of allocation %s: %w", key, err)
 	}
 	return nil
 }

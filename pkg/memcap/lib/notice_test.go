@@ -63,6 +63,35 @@ func TestNotice(t *testing.T) {
 			t.Errorf("%s: it says %q, want %q", step.name, got, step.want)
 		}
 	}
+	// A program that looks all the time sees a whole line or nothing.
+	stop, looked := make(chan struct{}), make(chan map[string]bool)
+	go func() {
+		seen := map[string]bool{}
+		defer func() { looked <- seen }()
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				seen[says()] = true
+			}
+		}
+	}()
+	for i := range 2000 {
+		at := by
+		if i%2 == 0 {
+			at = time.Time{}
+		}
+		if err := p.SetNotice("k", at); err != nil {
+			t.Fatal(err)
+		}
+	}
+	close(stop)
+	for word := range <-looked {
+		if word != "" && word != text {
+			t.Errorf("a program reads %q", word)
+		}
+	}
 	if i, _ := os.Stat(path); i.Mode().Perm() != 0o644 {
 		t.Errorf("mode %v: a container's users cannot read it", i.Mode())
 	}
