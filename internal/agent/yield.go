@@ -121,6 +121,7 @@ type yield struct {
 	// notices are the allocations whose notice tells it: this one, and what else its containers have in the
 	// spot tier. event is the text of the Event for its pod, and told is true if the pod has it.
 	notices map[string]bool
+	saidAt  time.Time // when it was last written into them
 	event   string
 	told    bool
 	// whole is true if its pod can be evicted: it has nothing that is guaranteed.
@@ -318,8 +319,12 @@ func (y *yielder) tell(v *yield, a *ledger.Allocation, of []using, byID map[stri
 			}
 		}
 	}
-	for _, key := range slices.Sorted(maps.Keys(v.notices)) {
-		y.notice(key, v.by)
+	// A page that is made anew has lost it, so it is told again now and then.
+	if now.Sub(v.saidAt) >= yieldEvery {
+		v.saidAt = now
+		for _, key := range slices.Sorted(maps.Keys(v.notices)) {
+			y.notice(key, v.by)
+		}
 	}
 	to, named := y.told(a, byID)
 	v.event = fmt.Sprintf("the room that container %s has in the spot tier is taken back: %s; it ends by %s at the latest",
