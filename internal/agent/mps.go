@@ -647,13 +647,16 @@ func (m *mpsDaemons) note(ctx context.Context, state mps.State, err error) {
 	}
 }
 
-// idleOrphans returns the GPUs whose servers without a daemon have no clients: the driver lists
-// no other process.
+// idleOrphans returns the GPUs whose servers have no clients although no daemon tells that: the driver
+// lists no other process.
 func (m *mpsDaemons) idleOrphans(ctx context.Context, state mps.State) map[gpu.UUID]bool {
 	out := map[gpu.UUID]bool{}
 	for i := range state.Daemons {
 		d := &state.Daemons[i]
-		if !errors.Is(d.Err(), mps.Orphans) || m.driver == nil {
+		switch {
+		case m.driver == nil || d.Problem == nil:
+			continue
+		case d.Problem.Code != mps.Orphans && d.Problem.Code != mps.Unreachable && d.Problem.Code != mps.Retiring:
 			continue
 		}
 		s, err := m.driver.Setup(ctx, d.GPU)

@@ -571,8 +571,15 @@ func TestMPSCrowd(t *testing.T) {
 	})
 }
 
-// Servers that a dead daemon has left are ended when the driver lists no other process.
+// Servers that no daemon tells of are ended when the driver lists no other process: of a daemon that is dead,
+// has lost its socket, or is retired and silent.
 func TestMPSOrphans(t *testing.T) {
+	for _, code := range []mps.Code{mps.Orphans, mps.Unreachable, mps.Retiring} {
+		t.Run(string(code), func(t *testing.T) { endsOrphans(t, code) })
+	}
+}
+
+func endsOrphans(t *testing.T, code mps.Code) {
 	synctest.Test(t, func(t *testing.T) {
 		o := mpsNode(t)
 		b := start(t, o, t.TempDir(), allMPS)
@@ -580,7 +587,7 @@ func TestMPSOrphans(t *testing.T) {
 		pause(time.Minute)
 		o.left.set(0, func(s *gpu.Setup) { s.Processes = []gpu.Client{{PID: 9}, {PID: 41}} })
 		o.mps.clients(uuid(0))
-		o.mps.with(func() { o.mps.broken[uuid(0)] = &mps.Problem{Code: mps.Orphans, Text: "servers are left"} })
+		o.mps.with(func() { o.mps.broken[uuid(0)] = &mps.Problem{Code: code, Text: "servers are left"} })
 		pause(time.Minute)
 		if o.mps.wanted()[0].EndOrphans {
 			t.Error("servers with a client are ended")

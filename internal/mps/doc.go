@@ -67,7 +67,8 @@
 // still has the same start time afterwards. PID and start time identify it from then on. A socket
 // without a listener is stale and is removed. Before a start the keeper looks through /proc for
 // processes of its own mount namespace with this directory. It waits for a daemon that has not
-// listened yet. It reports servers of a dead daemon ([Orphans]) and starts none beside them.
+// listened yet. It reports servers of a dead daemon ([Orphans]) and starts none beside them, until
+// the agent has seen by the driver's lists that they have no clients (Want.EndOrphans).
 //
 // # What it takes from a control program
 //

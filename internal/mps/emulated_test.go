@@ -380,9 +380,17 @@ func TestUnreachable(t *testing.T) {
 	if now.PID != d.PID || now.Open || len(now.Servers) != 1 || now.Servers[0].PID != d.Servers[0].PID {
 		t.Errorf("%+v, was %+v", now, d)
 	}
-	w.sync()
+	// When the agent has seen that no client is left, another daemon takes its place.
+	w.sync(Want{GPU: gpuA, Percent: 26, Serve: true, EndOrphans: true})
 	if !one.lost() {
-		t.Error("the client has its context, and the GPU is out of MPS")
+		t.Error("the client has its context, and the server was ended")
+	}
+	if next := w.is(NewClient(w.state), gpuA, ""); next.PID == d.PID || !next.Serving || next.Servers[0].PID == d.Servers[0].PID {
+		t.Errorf("%+v, was %+v", next, d)
+	}
+	w.sync()
+	if left := w.processes(gpuA); len(left) != 0 {
+		t.Errorf("processes are left: %+v", left)
 	}
 }
 

@@ -195,7 +195,7 @@ func (k *keeper) retire(ctx context.Context) error {
 		}
 	} else {
 		all, unread := relatives(k.files.control())
-		if servers := pids(all, aServer); unread != nil || len(servers) > 0 {
+		if servers := pids(all, aServer); unread != nil || len(servers) > 0 && !k.endOrphans {
 			return &Problem{Retiring, fmt.Sprintf("the daemon %d is to be replaced, and does not tell the clients of "+
 				"its servers %v: %v", pid, servers, err)}
 		}
@@ -272,7 +272,7 @@ func (k *keeper) reachable() error {
 	return k.endUnreachable(k.process)
 }
 
-// endUnreachable ends a daemon that has lost its socket, unless it has servers.
+// endUnreachable ends a daemon that has lost its socket, unless it has servers that may have clients.
 func (k *keeper) endUnreachable(p process) error {
 	if err := k.shut(); err != nil {
 		return &Problem{Files, err.Error()}
@@ -281,16 +281,22 @@ func (k *keeper) endUnreachable(p process) error {
 	if err != nil {
 		return &Problem{Files, err.Error()}
 	}
-	if servers := pids(all, aServer); len(servers) > 0 {
+	servers := pids(all, aServer)
+	if len(servers) > 0 && !k.endOrphans {
 		k.servers(servers)
 		return &Problem{Unreachable, fmt.Sprintf("the socket of the daemon %d is gone, and its servers %v live: "+
-			"take the GPU out of MPS when their clients have ended", p.pid, servers)}
+			"it is replaced when their clients have ended", p.pid, servers)}
 	}
 	if err := p.kill(); err != nil {
 		return &Problem{NotEnded, fmt.Sprintf("end the daemon %d, which has lost its socket: %v", p.pid, err)}
 	}
 	if !p.ended(endWait) {
 		return &Problem{NotEnded, fmt.Sprintf("the daemon %d was killed and lives", p.pid)}
+	}
+	for _, r := range all {
+		if r.role == aServer && (r.kill() != nil || !r.ended(endWait)) {
+			return &Problem{NotEnded, fmt.Sprintf("the MPS server %d was killed and lives", r.pid)}
+		}
 	}
 	k.lost()
 	return nil
@@ -328,7 +334,7 @@ func (k *keeper) remains() error {
 	k.servers(servers)
 	if len(servers) > 0 {
 		return &Problem{Orphans, fmt.Sprintf("the servers %v of a daemon that has ended live: "+
-			"no daemon is started beside them; take the GPU out of MPS to end them", servers)}
+			"no daemon is started beside them; it is when their clients have ended", servers)}
 	}
 	return nil
 }

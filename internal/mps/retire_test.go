@@ -78,9 +78,12 @@ func TestRetireSilent(t *testing.T) {
 	if !errors.Is(d.Err(), Retiring) || d.PID != next.PID {
 		t.Errorf("%+v, problem %v", d, d.Err())
 	}
-	mute(false)
 	client.end()
-	w.is(c, gpuA, "")
+	w.sync(Want{GPU: gpuA, Percent: 26, Retire: next.Identity(), EndOrphans: true}) // the agent has seen that
+	mute(false)
+	if last := w.is(c, gpuA, ""); last.PID == next.PID {
+		t.Error("a silent daemon whose server has no client was not replaced")
+	}
 }
 
 // TestEndOrphans: servers of a dead daemon are ended when the agent has seen that they have no

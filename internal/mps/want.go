@@ -26,8 +26,9 @@ type Want struct {
 	// fault, for example. Until then it takes no new clients. Zero, or a daemon that has ended, is
 	// none.
 	Retire Identity `json:"retire,omitzero"`
-	// EndOrphans says that servers of a dead daemon may be ended, so that another one is started:
-	// the caller has seen that they have no clients.
+	// EndOrphans says that servers may be ended although no daemon tells their clients, so that
+	// another daemon is started: those of a daemon that is dead, has lost its socket, or is to be
+	// retired and does not answer. The caller has seen that they have no clients.
 	EndOrphans bool `json:"endOrphans,omitempty"`
 }
 
