@@ -31,6 +31,9 @@
 // Groups of pods that are bound together or not at all (PodGroups) come while answers of the placer are
 // late, by a scheduler that has the gates for them. None of them is bound in part.
 //
+// Of GPUs under MPS pods have shares. Each node then has the supervisor of the daemons, with emulated
+// ones: a pod's claim is prepared only while the server of its GPU stands.
+//
 //	go test ./tests/crowd -short           two waves of each kind; nobody judges how full the cards are
 //	go test ./tests/crowd                  one seed
 //	go test ./tests/crowd -long -timeout=2h

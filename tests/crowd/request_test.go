@@ -21,6 +21,8 @@ type request struct {
 	whole    bool
 	gib      int
 	profiles []string
+	// compute is the share of the SMs that its claim names, in percent; 0 for what follows from its memory.
+	compute int
 	// group is the PodGroup of its pod; empty for none.
 	group string
 }
@@ -92,7 +94,11 @@ func (r *request) claim() map[string]any {
 		devices = object{"requests": []any{ask("gpu", "gpu")}}
 	case r.gib > 0:
 		of := ask("gpu", "gpu-memory")
-		of["exactly"].(object)["capacity"] = object{"requests": object{"memory": fmt.Sprintf("%dGi", r.gib)}}
+		amounts := object{"memory": fmt.Sprintf("%dGi", r.gib)}
+		if r.compute > 0 {
+			amounts["compute"] = fmt.Sprint(r.compute)
+		}
+		of["exactly"].(object)["capacity"] = object{"requests": amounts}
 		devices = object{"requests": []any{of}}
 	default:
 		var all []any

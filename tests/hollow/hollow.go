@@ -27,6 +27,7 @@ import (
 	"example.com/gpu-agent/tests/emulator/daemon"
 	"example.com/gpu-agent/tests/emulator/install"
 	driverlib "example.com/gpu-agent/tests/emulator/lib"
+	"example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/fakes"
 	"example.com/gpu-agent/tests/plane"
 )
@@ -40,7 +41,8 @@ type Options struct {
 	// Model is the emulator's name of its GPUs, of which it has GPUs.
 	Model string
 	GPUs  int
-	// Entries are the lines of its partition.
+	// Entries are the lines of its partition. With "mps" in one of them the node has MPS's
+	// programs, which are the test's own binary: its TestMain calls mps.Main first.
 	Entries []string
 	// Agent is the program's path, and Args are flags beside those that a node needs. Under is
 	// what runs it, such as an emulator of the processor that it was built for.
@@ -110,10 +112,19 @@ func Start(t *testing.T, s *plane.Server, o Options) *Node {
 		"--state-dir", at("state"), "--pod", pod.Namespace + "/" + pod.Name, "--http", "", "--runtime-endpoint", "unix://" + at("cri.sock"), "--proc-root", at("proc"),
 		"--host-root", "/", "--kubeconfig", s.Kubeconfig(t, nil), "--node-name", n.Name, "--node-labels", "none"}, o.Args)
 	n.pid = plane.Background(t, agent[0], agent[1:]...)
+	if n.underMPS() {
+		// The component's second process: the node has no init of its own that would outlive it.
+		plane.Background(t, o.Agent, "mps", "--supervise", "--driver-root", at("driver"), "--state-dir", at("state"))
+	}
 	if slices.ContainsFunc(o.Entries, func(e string) bool { return strings.Contains(e, "api: dra") }) {
 		n.register(t, at("kubelet", "plugins_registry", Driver+"-reg.sock"))
 	}
 	return n
+}
+
+// underMPS reports whether a GPU of the node is laid out for MPS.
+func (n *Node) underMPS() bool {
+	return slices.ContainsFunc(n.Entries, func(e string) bool { return strings.Contains(e, "mps") })
 }
 
 // Says tells the API server that the node is ready, and what it has besides these devices.
@@ -175,6 +186,10 @@ func (n *Node) startDriver(t *testing.T, dir string) {
 	if err == nil {
 		err = errors.Join(install.Driver(root, built, n.world), install.Nodes(filepath.Join(root, "dev"), n.world), install.Kernel(dir, string(devices), n.world),
 			install.Machine{Driver: root, Dev: filepath.Join(root, "dev"), Kernel: dir}.Save())
+	}
+	if err == nil && n.underMPS() {
+		programs := filepath.Join(root, install.Programs)
+		err = errors.Join(mps.Lay(programs, n.world.State().Driver), mps.Until(programs, os.Getpid()))
 	}
 	if err != nil {
 		t.Fatal(err)
