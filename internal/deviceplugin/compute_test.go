@@ -183,3 +183,34 @@ func TestUnknownShareIsRefused(t *testing.T) {
 		t.Errorf("beside it: %v, %v", a, err)
 	}
 }
+
+// BenchmarkAllocateShare is of 20 of a GPU's memory units, whose containers take turns or have shares through
+// MPS.
+func BenchmarkAllocateShare(b *testing.B) {
+	for _, mps := range []bool{false, true} {
+		b.Run(fmt.Sprintf("MPS %v", mps), func(b *testing.B) {
+			inv := machine(8)
+			for i := range inv.GPUs {
+				inv.GPUs[i].Memory = 80 * 1024
+			}
+			d, _ := newDesk()
+			offers(b, d, inv, 1024, slices.Repeat([]config.Want{{Compute: compute.Sharing{MPS: mps}}}, 8)...)
+			var n []int
+			for i := range 20 {
+				n = append(n, i)
+			}
+			take := ids(nth(0), n...)
+			b.ReportAllocs()
+			for b.Loop() {
+				key, err := keyOf(d.Allocate(memName, take))
+				if err != nil {
+					b.Fatal(err)
+				}
+				d.mu.Lock()
+				d.endLocked(key)
+				d.lists.showMoved()
+				d.mu.Unlock()
+			}
+		})
+	}
+}
