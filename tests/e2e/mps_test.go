@@ -176,3 +176,19 @@ func TestMPSCleanup(t *testing.T) {
 	b.computeMode(computeDefault)
 	b.must(agent.EndUninstall(b.ctx))
 }
+
+// TestMPSToMIG: a GPU leaves MPS for another layout. Its MPS server, which is there without clients, too, is
+// in nobody's way.
+func TestMPSToMIG(t *testing.T) {
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
+	b.offers(oneSharedOffers)
+	b.computeMode(computeExclusive)
+	b.partitions(strings.Replace(oneUnderMPS, "mode: shared\n      compute: mps", "mode: mig\n      geometry: {1g.10gb: 7}", 1))
+	b.offers(map[string]int{lab.MIG("1g.10gb"): 7})
+	b.state("applied")
+	b.computeMode(computeDefault)
+	b.partitions(oneUnderMPS)
+	b.offers(oneSharedOffers)
+	b.computeMode(computeExclusive)
+}

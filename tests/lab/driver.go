@@ -116,6 +116,40 @@ func (d *Driver) ComputeMode(ctx context.Context, index int) (string, error) {
 	return state.GPUs[index].Setup.Compute, nil
 }
 
+// OutsideMPS is the processes that compute on a GPU and are neither its MPS server nor one of its clients.
+func (d *Driver) OutsideMPS(ctx context.Context, index int) (pids []int, err error) {
+	out, err := d.control(ctx, "show")
+	if err != nil {
+		return nil, err
+	}
+	state, err := decode[struct {
+		Processes []struct {
+			PID, GPU int
+			Kind     string
+		}
+		MPS []struct {
+			PID     int
+			Clients []int
+		}
+	}](out, "the emulated driver's state")
+	if err != nil {
+		return nil, err
+	}
+	inside := map[int]bool{}
+	for _, s := range state.MPS {
+		inside[s.PID] = true
+		for _, c := range s.Clients {
+			inside[c] = true
+		}
+	}
+	for _, p := range state.Processes {
+		if p.GPU == index && p.Kind == "compute" && !inside[p.PID] {
+			pids = append(pids, p.PID)
+		}
+	}
+	return pids, nil
+}
+
 // Device is the path of the GPU's device node. Minors differ from indices, so
 // that mix-ups show.
 func (g GPUInfo) Device() string { return fmt.Sprintf("/dev/nvidia%d", g.Minor) }
