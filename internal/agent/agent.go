@@ -174,7 +174,9 @@ func New(o Options, w Worlds) *Agent {
 	front, claims := l.offering.front, l.offering.claims
 	l.witnesses = deviceplugin.NewWitnesses(deviceplugin.WitnessOptions{Domain: o.Domain, Pod: o.Pod, Log: o.Log},
 		front, l.offering.names, w.Kubelet, w.Runtime, waker.wake)
-	l.lender = newLender(&o, &w, l.ledger, front, waker.wake)
+	if w.Lending != nil {
+		l.lender = NewLender(*w.Lending, o.Domain, l.ledger, front, waker.wake, o.Log)
+	}
 	l.others = newCoexistence(&o, &w, l.witnesses, waker.wake)
 	monitor := health.New(o.Health)
 	l.reader = newReader(&o, &w, monitor, waker.wake)
@@ -201,7 +203,7 @@ func New(o Options, w Worlds) *Agent {
 	yields := newYielder(&o, &w, l.ledger, front, l.witnesses, l.ration)
 	bg := &background{
 		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
-		afterRound: []func(bool){object.turn, w.Account.round, yields.turn, l.lender.round},
+		afterRound: []func(bool){object.turn, w.Account.round, yields.turn, l.lender.Heard},
 	}
 	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
 		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
@@ -217,7 +219,7 @@ func New(o Options, w Worlds) *Agent {
 	}
 	bg.atEnd = append(bg.atEnd, claims.leave)
 	bg.add(w.Account != nil, w.Account.run)
-	bg.add(w.Lending != nil, l.lender.run)
+	bg.add(w.Lending != nil, l.lender.Run)
 	l.background = bg
 	return &Agent{loop: l, mps: l.mps, waker: waker, mail: l.mail, ledger: l.ledger, front: front, claims: claims, others: l.others,
 		display: shown}

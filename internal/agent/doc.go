@@ -46,7 +46,7 @@
 //	executor       work.go, progress.go     jobs, pauses after failures, the agent's instances  the loop
 //	finder         found.go                 the compute modes that could not be set             the loop
 //	mpsDaemons     mps.go                   the MPS daemons as last seen; the compute modes        a lock; the loop
-//	lender         lend.go                  which holders lend their room, and who is held for it  its goroutine
+//	Lender         lend.go                  which holders lend their room, and who is held for it  its goroutine
 //	timeSlices     slices.go                the time slices that the driver was asked for       the loop
 //	gatekeeper     gates.go, cap.go         CDI files and limit pages                           the loop
 //	  driverFiles  cap.go                   the driver files that containers need               the loop

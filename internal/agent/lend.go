@@ -74,7 +74,7 @@ type Holds interface {
 	Waits(key string) (uint64, error)
 }
 
-// lender lends the room of guaranteed holders that have had no process on the GPU for a while, where the
+// Lender lends the room of guaranteed holders that have had no process on the GPU for a while, where the
 // partition says so (lend), and gets it back when a process comes.
 //
 // For each holder, the order is this:
@@ -94,7 +94,9 @@ type Holds interface {
 //
 // A container can write its own usage page. If it says there that a process waits, it gets its own room back, and
 // takes no other's.
-type lender struct {
+//
+// Use [NewLender]. A nil Lender lends nothing.
+type Lender struct {
 	lending Lending
 	key     string // the annotation's
 	ledger  *ledger.Ledger
@@ -106,7 +108,7 @@ type lender struct {
 	// told has what people are told of allocations, by ID. The map is replaced, never changed.
 	told atomic.Pointer[map[string]string]
 
-	// The rest belongs to the goroutine of run, and before that to the one that calls adopt.
+	// The rest belongs to the goroutine of Run, and before that to the one that calls adopt.
 
 	holders map[string]*lendHolder // by allocation ID
 	asked   time.Time              // when the runtime was last asked for annotations
@@ -134,18 +136,16 @@ type lendHolder struct {
 	failed string
 }
 
-// newLender returns nil if nothing is lent. All methods of a nil lender do nothing, but for run.
-func newLender(o *Options, w *Worlds, l *ledger.Ledger, front *deviceplugin.FrontEnd, wake func()) *lender {
-	if w.Lending == nil {
-		return nil
-	}
-	return &lender{lending: *w.Lending, key: o.Domain + lendAnnotation, ledger: l, front: front, log: o.Log, wake: wake,
+// NewLender returns a lender of the allocations in a ledger. domain is the prefix of annotations. wake is called
+// when lending has begun or ended; it must not block.
+func NewLender(of Lending, domain string, l *ledger.Ledger, front *deviceplugin.FrontEnd, wake func(), log *slog.Logger) *Lender {
+	return &Lender{lending: of, key: domain + lendAnnotation, ledger: l, front: front, log: log, wake: wake,
 		holders: map[string]*lendHolder{}}
 }
 
 // adopt has those allocations lend of which the last process held newcomers. It is called before anything is
 // offered, and after the allocations of the last process were taken over.
-func (l *lender) adopt() {
+func (l *Lender) adopt() {
 	if l == nil {
 		return
 	}
@@ -157,15 +157,15 @@ func (l *lender) adopt() {
 	}
 }
 
-// round is called at the end of each round. heard is Witnesses.Heard.
-func (l *lender) round(heard bool) {
+// Heard is called at the end of each round. heard is Witnesses.Heard.
+func (l *Lender) Heard(heard bool) {
 	if l != nil {
 		l.heard.Store(heard)
 	}
 }
 
-// run lends until ctx ends.
-func (l *lender) run(ctx context.Context) error {
+// Run lends until ctx ends, and returns the error of ctx.
+func (l *Lender) Run(ctx context.Context) error {
 	for {
 		wait := l.look(ctx)
 		select {
@@ -177,7 +177,7 @@ func (l *lender) run(ctx context.Context) error {
 }
 
 // look looks at each guaranteed allocation once, and returns when to look again.
-func (l *lender) look(ctx context.Context) time.Duration {
+func (l *Lender) look(ctx context.Context) time.Duration {
 	all, offer := l.ledger.Allocations(), l.front.Offer()
 	wait := lendRest
 	lends := func(a *ledger.Allocation) (after time.Duration) {
@@ -217,7 +217,7 @@ func (l *lender) look(ctx context.Context) time.Duration {
 }
 
 // holder returns what is known of an allocation; nil if it never lends.
-func (l *lender) holder(a *ledger.Allocation) *lendHolder {
+func (l *Lender) holder(a *ledger.Allocation) *lendHolder {
 	if a.Tier != ledger.Guaranteed || a.Owner != ledger.DevicePlugin || !a.Kind().Together() {
 		return nil
 	}
@@ -235,7 +235,7 @@ func (l *lender) holder(a *ledger.Allocation) *lendHolder {
 }
 
 // holds returns nil if an allocation's pages hold newcomers. The error wraps gpu.ErrNotFound if they do not.
-func (l *lender) holds(id string) error {
+func (l *Lender) holds(id string) error {
 	bits, err := l.lending.Pages.Controlled(id)
 	if err == nil && bits&lib.ControlHold == 0 {
 		err = gpu.ErrNotFound
@@ -245,7 +245,7 @@ func (l *lender) holds(id string) error {
 
 // lookAt takes the next step of one allocation. after is how long it must have been idle to lend; 0 if its GPU
 // lends nothing.
-func (l *lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
+func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
 	now := time.Now()
 	there, sure := l.presenceOf(a, now)
 	h.lends = a.Lending
@@ -281,7 +281,7 @@ func (l *lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration
 	return l.hold(a)
 }
 
-func (l *lender) hold(a *ledger.Allocation) error {
+func (l *Lender) hold(a *ledger.Allocation) error {
 	if err := l.lending.Pages.Control(a.ID, lib.ControlHold); err != nil {
 		return fmt.Errorf("hold its newcomers: %w", err)
 	}
@@ -290,7 +290,7 @@ func (l *lender) hold(a *ledger.Allocation) error {
 
 // presenceOf returns when the driver told that no process of an allocation was on its GPUs. sure is false if one may
 // be there: it is, or the answer is old or incomplete.
-func (l *lender) presenceOf(a *ledger.Allocation, now time.Time) (at time.Time, sure bool) {
+func (l *Lender) presenceOf(a *ledger.Allocation, now time.Time) (at time.Time, sure bool) {
 	for _, u := range a.GPUs() {
 		p, ok := l.lending.Presence(u)
 		if !ok || !p.Sure || p.On[a.ID] || now.Sub(p.At) > presenceOld {
@@ -304,7 +304,7 @@ func (l *lender) presenceOf(a *ledger.Allocation, now time.Time) (at time.Time, 
 }
 
 // isOn reports whether a process of an allocation was on its GPUs when the driver was last asked.
-func (l *lender) isOn(a *ledger.Allocation) bool {
+func (l *Lender) isOn(a *ledger.Allocation) bool {
 	return slices.ContainsFunc(a.GPUs(), func(u gpu.UUID) bool {
 		p, _ := l.lending.Presence(u)
 		return p.On[a.ID]
@@ -312,7 +312,7 @@ func (l *lender) isOn(a *ledger.Allocation) bool {
 }
 
 // wantsBack returns why an allocation's room is wanted back; empty if it is not.
-func (l *lender) wantsBack(a *ledger.Allocation, h *lendHolder) string {
+func (l *Lender) wantsBack(a *ledger.Allocation, h *lendHolder) string {
 	n, errNewcomers := l.lending.Pages.Newcomers(a.ID)
 	waits, errWaits := l.lending.Pages.Waits(a.ID)
 	switch err := errors.Join(errNewcomers, errWaits); {
@@ -327,7 +327,7 @@ func (l *lender) wantsBack(a *ledger.Allocation, h *lendHolder) string {
 }
 
 // begin begins lending once the driver has told that no process came before newcomers were held.
-func (l *lender) begin(a *ledger.Allocation, h *lendHolder, after time.Duration, there, now time.Time) error {
+func (l *Lender) begin(a *ledger.Allocation, h *lendHolder, after time.Duration, there, now time.Time) error {
 	why := l.wantsBack(a, h)
 	if why == "" && after > 0 && a.IsOpen() && !a.Twice && now.Sub(h.since) < lendPatience {
 		if there.Sub(h.since) < lendSettle {
@@ -347,7 +347,7 @@ func (l *lender) begin(a *ledger.Allocation, h *lendHolder, after time.Duration,
 }
 
 // keep ends lending if there is a reason to, and otherwise goes on.
-func (l *lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
+func (l *Lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
 	why := l.wantsBack(a, h)
 	switch {
 	case why != "":
@@ -370,7 +370,7 @@ func (l *lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) 
 }
 
 // release lets the newcomers of an allocation go on. No other has its room.
-func (l *lender) release(a *ledger.Allocation, h *lendHolder) error {
+func (l *Lender) release(a *ledger.Allocation, h *lendHolder) error {
 	if err := l.lending.Pages.Control(a.ID, 0); err != nil && !errors.Is(err, gpu.ErrNotFound) {
 		return fmt.Errorf("let its newcomers go on: %w", err)
 	}
@@ -379,7 +379,7 @@ func (l *lender) release(a *ledger.Allocation, h *lendHolder) error {
 }
 
 // askWishes asks the runtime for the annotations of pods that may lend. These do not change for a pod.
-func (l *lender) askWishes(ctx context.Context, all []ledger.Allocation, lends func(*ledger.Allocation) time.Duration) {
+func (l *Lender) askWishes(ctx context.Context, all []ledger.Allocation, lends func(*ledger.Allocation) time.Duration) {
 	now := time.Now()
 	wanted := map[*lendHolder]string{}
 	for i := range all {
@@ -410,7 +410,7 @@ func (l *lender) askWishes(ctx context.Context, all []ledger.Allocation, lends f
 }
 
 // refusal returns why a pod with this value of the annotation lends nothing; empty if it may.
-func (l *lender) refusal(value string) string {
+func (l *Lender) refusal(value string) string {
 	switch value {
 	case "":
 		return ""
@@ -421,7 +421,7 @@ func (l *lender) refusal(value string) string {
 }
 
 // report logs an error of an allocation once.
-func (l *lender) report(a *ledger.Allocation, h *lendHolder, err error) {
+func (l *Lender) report(a *ledger.Allocation, h *lendHolder, err error) {
 	text := ""
 	if err != nil {
 		text = err.Error()
@@ -444,7 +444,7 @@ func (h *lendHolder) words() string {
 }
 
 // words returns what people are told of an allocation's lending; empty if there is nothing to tell.
-func (l *lender) words(id string) string {
+func (l *Lender) words(id string) string {
 	if l == nil {
 		return ""
 	}

@@ -32,7 +32,7 @@ type loop struct {
 	slices     *timeSlices
 	finder     *finder
 	mps        *mpsDaemons
-	lender     *lender
+	lender     *Lender
 	gates      *gatekeeper
 	offering   *offering
 	journal    *journal
