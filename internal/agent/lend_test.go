@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"sync"
@@ -541,6 +542,108 @@ func TestLentToAJobThatIsForgotten(t *testing.T) {
 		n.endJob()
 		n.until("the process goes on", 3*time.Second, n.isOn)
 	})
+}
+
+// tryJob starts a spot job in the notebook's room if the agent permits it.
+func (n *lendingNode) tryJob() (runs bool) {
+	n.t.Helper()
+	src := n.source(spotResource)
+	if _, err := src.Allocate(n.units); err != nil {
+		return false
+	}
+	ctx, cancel := context.WithTimeout(n.t.Context(), 5*time.Second)
+	defer cancel()
+	if err := src.Prepare(ctx, n.units); err != nil {
+		return false
+	}
+	n.with(func() {
+		n.made[n.job] = time.Now().Add(time.Nanosecond)
+		n.holdings = append(n.holdings, node.Holding{Namespace: "ns", Pod: "job", Container: "c", Resource: spotResource, IDs: n.units})
+	})
+	if n.isOn() {
+		n.t.Errorf("the job starts while a process of the notebook is on the GPU: %s", n)
+	}
+	return true
+}
+
+// Random histories of a notebook, a job in its room, a partition that lends or does not, and an agent that is restarted:
+// no process of the notebook and container of the job have the room at once, and each process that comes gets onto the
+// GPU when the job has ended.
+func TestLendingWalk(t *testing.T) {
+	rng := rand.New(rand.NewPCG(44, 4))
+	met := map[string]int{}
+	for range 12 {
+		inLending(t, func(n *lendingNode) {
+			file, job := allLend, false
+			wants := func() (wants bool) {
+				n.programs.with(func() { wants = n.waiting[n.notebook]+n.on[n.notebook] > 0 })
+				return wants
+			}
+			for range 60 {
+				what := ""
+				switch rng.IntN(10) {
+				case 0, 1, 2, 3:
+					n.pass(time.Duration(rng.IntN(40*60*1000)) * time.Millisecond)
+				case 4:
+					if what = "comes"; !wants() {
+						if n.lent() {
+							what = "comes to lent room"
+						}
+						n.come(n.notebook)
+					}
+				case 5:
+					if n.isOn() {
+						n.leave(n.notebook)
+					}
+				case 6, 7:
+					if !job {
+						if job = n.tryJob(); job {
+							what = "job runs"
+						}
+					}
+				case 8:
+					if job {
+						n.endJob()
+						job = false
+					}
+				case 9:
+					if rng.IntN(2) == 0 {
+						file = map[string]string{allLend: allSpot, allSpot: allLend}[file]
+						n.SetFile("p.yaml", []byte(file))
+						break
+					}
+					n.bench.end()
+					if !wants() && rng.IntN(2) == 0 {
+						n.come(n.notebook)
+					}
+					time.Sleep(time.Duration(rng.IntN(60_000)) * time.Millisecond)
+					n.bench = start(t, n.outside, n.dir, file)
+					what = "restart"
+					if n.held() {
+						what = "restart while held"
+					}
+				}
+				met[what]++
+				n.pass(time.Duration(rng.IntN(2000)) * time.Millisecond)
+				if t.Failed() {
+					t.Fatalf("%s\n%s", n, n.log)
+				}
+			}
+			if job {
+				n.endJob()
+			}
+			if wants() {
+				n.until("the process goes on", 45*time.Second, n.isOn)
+				met["goes on"]++
+			}
+		})
+	}
+	t.Log(met)
+	for _, what := range []string{"comes", "comes to lent room", "job runs", "restart", "restart while held", "goes on"} {
+		if met[what] < 3 {
+			t.Errorf("%q was met %d times", what, met[what])
+		}
+	}
 }
 
 // The next pod on the same devices has its room from the start: it does not wait for a process to be noticed.
