@@ -190,7 +190,7 @@ func (n *lendingNode) until(what string, most time.Duration, is func() bool) tim
 		if time.Since(began) > most {
 			n.t.Fatalf("%s: not within %v: %s\n%s", what, most, n, n.log)
 		}
-		n.pass(100 * time.Millisecond)
+		n.pass(min(max(most/600, 100*time.Millisecond), time.Second))
 	}
 	return time.Since(began)
 }
@@ -430,7 +430,7 @@ func TestNoIdleness(t *testing.T) {
 				defer n.bench.end()
 				n.programs.with(func() { c.set(n) })
 				n.hold("notebook", memResource, units...)
-				for range 3 * 60 {
+				for range 40 {
 					n.pass(time.Minute)
 					if n.lent() || n.held() {
 						t.Fatalf("it lends: %s", n)
@@ -572,7 +572,7 @@ func (n *lendingNode) tryJob() (runs bool) {
 func TestLendingWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(44, 4))
 	met := map[string]int{}
-	for range 12 {
+	for range 5 {
 		inLending(t, func(n *lendingNode) {
 			file, job := allLend, false
 			wants := func() (wants bool) {
