@@ -41,7 +41,7 @@ const (
 
 // The annotation of a pod that lends nothing, below the domain, and its value.
 const (
-	lendAnnotation = "/gpu.lend"
+	lendAnnotation = "gpu.lend"
 	lendsNothing   = "never"
 )
 
@@ -139,7 +139,7 @@ type lendHolder struct {
 // NewLender returns a lender of the allocations in a ledger. domain is the prefix of annotations. wake is called
 // when lending has begun or ended; it must not block.
 func NewLender(of Lending, domain string, l *ledger.Ledger, front *deviceplugin.FrontEnd, wake func(), log *slog.Logger) *Lender {
-	return &Lender{lending: of, key: domain + lendAnnotation, ledger: l, front: front, log: log, wake: wake,
+	return &Lender{lending: of, key: domain + "/" + lendAnnotation, ledger: l, front: front, log: log, wake: wake,
 		holders: map[string]*lendHolder{}}
 }
 
