@@ -88,7 +88,7 @@ func (p *programs) enterLocked(key string) {
 			}
 		}
 		for _, h := range p.o.holdings {
-			if other := cdi.Key(h.Resource, h.IDs); other != key && slices.ContainsFunc(h.IDs, func(id string) bool { return slices.Contains(mine, id) }) {
+			if other := cdi.Key(h.Resource, h.IDs); other != key && !p.o.ended[h.Pod+h.Container] && slices.ContainsFunc(h.IDs, func(id string) bool { return slices.Contains(mine, id) }) {
 				p.t.Errorf("a process of %v comes to the GPU while the container of %s has %v", mine, h.Pod, h.IDs)
 			}
 		}
@@ -164,9 +164,13 @@ type lendingNode struct {
 	notebook, job string // keys
 }
 
-func newLending(t *testing.T) *lendingNode {
+func newLending(t *testing.T) *lendingNode { return newLendingWith(t, func(*outside) {}) }
+
+// newLendingWith changes the outside first.
+func newLendingWith(t *testing.T, change func(*outside)) *lendingNode {
 	o := newOutside(1)
 	o.memory = newMemory()
+	change(o)
 	o.programs = newPrograms(t, o)
 	units := []string{string(uuid(0)) + "::0", string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
 	n := &lendingNode{programs: o.programs, t: t, units: units, notebook: cdi.Key(memResource, units), job: cdi.Key(spotResource, units)}
@@ -309,6 +313,40 @@ func TestIdleRoomIsLent(t *testing.T) {
 		n.come(n.notebook)
 		if took := n.until("the process goes on at once", 2*time.Second, n.isOn); took > time.Second {
 			t.Errorf("nobody had the room, and it took %v", took)
+		}
+	})
+}
+
+// The job has its grace, and then the agent ends its container: the process goes on within two seconds more, and the
+// job's container waits until the room is lent again.
+func TestLentRoomIsTakenBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newLendingWith(t, func(o *outside) {
+			o.yields = &yields{o: o, grace: testGrace, asks: map[string]func(){}}
+		})
+		defer func() { n.bench.end() }()
+		for range 3 {
+			n.until("lent", time.Hour, n.lent)
+			if s, known := n.ledger.Get(n.job); !known {
+				n.hold("job", spotResource, n.units...)
+			} else if s.Yield.Asked() {
+				t.Fatalf("lent again, and it yields still: %s", n)
+			} else if err := n.source(spotResource).Prepare(t.Context(), n.units); err != nil {
+				t.Fatal(err)
+			} else {
+				n.with(func() { delete(n.outside.ended, "jobc"); n.made[n.job] = time.Now() })
+			}
+			n.pass(time.Minute)
+			n.come(n.notebook)
+			took := n.until("the process goes on", testGrace+2*time.Second, n.isOn)
+			if took < testGrace {
+				t.Errorf("the job had %v to end", took)
+			}
+			n.pass(time.Minute)
+			if s, _ := n.ledger.Get(n.job); s.Phase != ledger.Waiting || n.lent() {
+				t.Errorf("beside the process the job is %s", s.Phase)
+			}
+			n.leave(n.notebook)
 		}
 	})
 }
