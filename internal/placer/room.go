@@ -227,11 +227,11 @@ func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, ki
 		s.spot = len(gpus) + 1
 		second := n.spotSpace(&s, g, open, gone)
 		gpus = append(gpus, s, second)
-		if second.resource != "" && s.kind != piece.KindPlacement {
+		if second.resource != "" && !s.kind.InMIG() {
 			kinds[second.resource] = g.Kind
 		}
 		for name := range second.places {
-			kinds[name] = piece.KindPlacement
+			kinds[name] = s.kind
 		}
 	}
 	return gpus, at, kinds

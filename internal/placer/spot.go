@@ -79,7 +79,7 @@ func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]b
 		}
 	}
 	s.free = min(s.unheld, s.most)
-	if of.kind != piece.KindPlacement {
+	if !of.kind.InMIG() {
 		return s
 	}
 	s.places, s.all = map[string][]mig.Placement{}, map[string][]mig.Placement{}
@@ -204,7 +204,7 @@ func (t *trial) lacksIdle(resource string, n int) int {
 		}
 		lent = lent || s.spot != 0
 		switch {
-		case s.kind == piece.KindPlacement:
+		case s.kind.InMIG():
 			most += len(t.idlePlaces(s, resource))
 		case s.kind.Together():
 			most = max(most, idle(t.gpus, i))
