@@ -91,6 +91,16 @@
 // as compute and as MPS processes, the server as a compute process. In exclusive-process
 // mode a server's clients alone get contexts beside it.
 //
+// # Checkpoints
+//
+// From CUDA 12.8 on a program of root can lock another (Session.Lock), take its memory off the cards
+// (Checkpoint), put it back (Restore) and unlock it (Unlock). Calls of a locked process wait. Refused are MIG
+// devices, MPS's clients and servers, and memory that is shared; a restore where the card has no room. SetBusy
+// makes a lock time out; a fault that answers Unknown for Checkpoint or Restore breaks the process. The
+// contents of the card survive, as far as there are any: words that a program copies one at a time. All of
+// this is by NVIDIA's documentation; nobody here has seen it on a card. What the real one takes of the
+// process's host memory is a number here (State.Parked), and managed memory is not looked at.
+//
 // # MIG
 //
 // A GPU in MIG mode holds GPU instances, each at a place in memory slices, and in
@@ -181,7 +191,7 @@
 // There is no clock, temperature or power reading: those calls answer
 // NotSupported, as they do on cards without the sensor.
 //
-// Nothing computes: a kernel that is launched has run, a copy moves nothing, and
+// Nothing computes: a kernel that is launched has run, a copy moves nothing but single words, and
 // addresses of the card cannot be looked at. What it takes of the card is real,
 // see the next part. Of overhead there is one figure for a context
 // (Spec.ContextMiB), what limits of a context have beyond their defaults, and what a

@@ -85,7 +85,8 @@ func (s *Session) targetLocked(h Handle) (target, Return) {
 }
 
 // PageWords is the size, in words, of a session's page: the generation of the
-// static answers, then one counter for each call that the world has seen.
+// static answers, then one counter for each call that the world has seen. One word
+// follows: not 0 while the process is locked, so that its calls have to wait.
 const PageWords = 2048
 
 // Session is one process's use of the driver. A Session may be used from many
@@ -120,6 +121,7 @@ type process struct {
 	// since its contexts have ended, Success while they have not.
 	mps    *mpsServer
 	broken Return
+	park   parked
 }
 
 // reachable are the GPUs whose device nodes the process can open. It may take
@@ -178,7 +180,7 @@ type Opening struct {
 	// Container is the ID of the container that the process is in: the books have
 	// the most that each had together. Empty is none.
 	Container string
-	// Page is memory of PageWords words shared with the process, which counts
+	// Page is memory of PageWords words, and one more, shared with the process, which counts
 	// there the calls that it answers from what it has kept. Nil for none.
 	Page []uint64
 	// Initialised opens a session that has called Init so many times already,
@@ -193,7 +195,7 @@ func (w *World) Open(o Opening) *Session {
 		p.see = func(pid int) (int, bool) { return pid, true }
 	}
 	if p.page == nil {
-		p.page = make([]uint64, PageWords)
+		p.page = make([]uint64, PageWords+1)
 	}
 	reachable := p.reachable()
 	w.mu.Lock()
@@ -274,6 +276,9 @@ func (s *Session) admitLocked(call string, h Handle) (r, late Return) {
 		} else if f.Code != Success {
 			return f.Code, Success
 		}
+	}
+	if strings.HasPrefix(call, "cu") && !s.awaitTurnLocked() {
+		return Unknown, Success
 	}
 	if s.p.broken != Success && strings.HasPrefix(call, "cu") {
 		return s.p.broken, Success

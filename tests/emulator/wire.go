@@ -553,6 +553,7 @@ var (
 func init() {
 	maps.Copy(calls, cudaCalls)
 	maps.Copy(calls, mpsCalls)
+	maps.Copy(calls, checkpointCalls)
 	maps.Copy(calls, limitCalls)
 	maps.Copy(calls, migCalls)
 	maps.Copy(calls, setupCalls)

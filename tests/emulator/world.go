@@ -517,9 +517,11 @@ type State struct {
 	GPUs      []GPUState `json:"gpus"`
 	Processes []Process  `json:"processes"`
 	// MPS are the MPS servers.
-	MPS      []MPSServer `json:"mps,omitempty"`
-	Faults   []Fault     `json:"faults"`
-	Sessions []int       `json:"sessions"` // PIDs of the programs that have the driver open
+	MPS []MPSServer `json:"mps,omitempty"`
+	// Parked are the processes that are locked, checkpointed, or broken by that.
+	Parked   []Parked `json:"parked,omitempty"`
+	Faults   []Fault  `json:"faults"`
+	Sessions []int    `json:"sessions"` // PIDs of the programs that have the driver open
 	// Board is the machine, with the links of its GPUs.
 	Board BoardState `json:"board"`
 	// DmemMin is what cgroups guarantee to those below them, because a soft limit was
@@ -600,7 +602,7 @@ func (w *World) State() State {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.buryLocked()
-	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MPS: w.mpsServersLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
+	s := State{Driver: w.driver, Loaded: !w.unloaded, CUDA: w.cuda, Processes: w.processesLocked(), MPS: w.mpsServersLocked(), Parked: w.parkedLocked(), Board: w.boardStateLocked(), MIGOps: slices.Clone(w.ops)}
 	for _, g := range w.gpus {
 		s.GPUs = append(s.GPUs, GPUState{
 			Index: g.slot, Minor: g.minor, UUID: g.uuid,

@@ -349,7 +349,7 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 		PID: p.pid, Unprivileged: p.uid != 0, See: see, Node: nodes.gpu, Capability: nodes.capability, Initialised: refs,
 		Alive: c.lives, Cgroup: func(fd int) (emulator.Cgroup, error) { return openCgroup(s.Proc, p.pid, fd) },
 		Container: containerOf(s.Proc, p.pid),
-		Page:      unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords),
+		Page:      unsafe.Slice((*uint64)(unsafe.Pointer(unsafe.SliceData(c.words))), emulator.PageWords+1),
 	})
 	s.clients[at] = c
 	// A call that blocks must not outlive its process.
@@ -365,7 +365,7 @@ func (s *Server) attach(ctx context.Context, running *sync.WaitGroup, p peer, at
 
 func (c *client) makePage() error {
 	const (
-		size = emulator.PageWords * 8
+		size = (emulator.PageWords + 1) * 8
 		// Programs map whole pages, which have 64 KiB on some processors.
 		file = 64 << 10
 	)

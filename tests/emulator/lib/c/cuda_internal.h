@@ -168,6 +168,18 @@ CUresult export_shared(uint64_t id, int *fd);
 uint64_t next_serial(void);
 int driver_version(void); /* of CUDA, as cuDriverGetVersion has it */
 
+/* --- cuda_checkpoint.c */
+
+/* await_turn waits until the process is unlocked. */
+CUresult await_turn(void);
+/* store and load keep a word of the card's memory. */
+CUresult store(uint64_t at, uint64_t word);
+CUresult load_word(uint64_t at, uint64_t *word);
+/* asks_nobody says that the process counts by itself, so that the world knows nothing of it. */
+bool asks_nobody(void);
+/* translate makes an error of CUDA of the world's answer. */
+CUresult translate(int nvml);
+
 /* --- cuda_version.c */
 
 /* names_until is the version after which names came that are not there. */

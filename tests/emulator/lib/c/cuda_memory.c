@@ -422,10 +422,30 @@ static CUresult at_once(CUstream s, CUresult checked)
     API CUresult name parameters { return on_stream(per_thread(s), CU_GRAPH_NODE_TYPE_MEMCPY, copy(__VA_ARGS__)); }
 
 COPY(cuMemcpyHtoD, (CUdeviceptr_v1 to, const void *from, unsigned int n), to, 0, from, n)
-COPY(cuMemcpyHtoD_v2, (CUdeviceptr to, const void *from, size_t n), to, 0, from, n)
+
+/* Words that are copied one at a time have contents. */
+API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t n)
+{
+    uint64_t word;
+    TRY(at_once(NULL, copy(to, 0, from, n)));
+    if (n != sizeof word)
+        return CUDA_SUCCESS;
+    memcpy(&word, from, sizeof word);
+    return store(to, word);
+}
+API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t n)
+{
+    uint64_t word;
+    TRY(at_once(NULL, copy(0, from, to, n)));
+    if (n != sizeof word)
+        return CUDA_SUCCESS;
+    TRY(load_word(from, &word));
+    memcpy(to, &word, sizeof word);
+    return CUDA_SUCCESS;
+}
+
 COPY_PTDS(cuMemcpyHtoD_v2_ptds, (CUdeviceptr to, const void *from, size_t n), to, 0, from, n)
 COPY(cuMemcpyDtoH, (void *to, CUdeviceptr_v1 from, unsigned int n), 0, from, to, n)
-COPY(cuMemcpyDtoH_v2, (void *to, CUdeviceptr from, size_t n), 0, from, to, n)
 COPY_PTDS(cuMemcpyDtoH_v2_ptds, (void *to, CUdeviceptr from, size_t n), 0, from, to, n)
 COPY(cuMemcpyDtoD, (CUdeviceptr_v1 to, CUdeviceptr_v1 from, unsigned int n), to, from, NULL, n)
 COPY(cuMemcpyDtoD_v2, (CUdeviceptr to, CUdeviceptr from, size_t n), to, from, NULL, n)

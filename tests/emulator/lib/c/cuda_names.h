@@ -240,5 +240,12 @@ V(cuFuncIsLoaded, 12040, cuFuncIsLoaded)
 T(cuLaunchKernel, 4000, cuLaunchKernel, cuLaunchKernel_ptsz)
 T(cuLaunchKernelEx, 11060, cuLaunchKernelEx, cuLaunchKernelEx_ptsz)
 
+V(cuCheckpointProcessGetRestoreThreadId, 12080, cuCheckpointProcessGetRestoreThreadId)
+V(cuCheckpointProcessGetState, 12080, cuCheckpointProcessGetState)
+V(cuCheckpointProcessLock, 12080, cuCheckpointProcessLock)
+V(cuCheckpointProcessCheckpoint, 12080, cuCheckpointProcessCheckpoint)
+V(cuCheckpointProcessRestore, 12080, cuCheckpointProcessRestore)
+V(cuCheckpointProcessUnlock, 12080, cuCheckpointProcessUnlock)
+
 V(cuEmulatorFits, 13000, cuEmulatorFits)
 V(cuEmulatorFutureCall, 13000, cuEmulatorFutureCall)

@@ -441,6 +441,11 @@ static int exchange(struct call *c, int opening)
     return RET_UNKNOWN;
 }
 
+int is_locked(void)
+{
+    return page && atomic_load(&page[PAGE_WORDS]) != 0;
+}
+
 int is_open(void)
 {
     pthread_mutex_lock(&lock);

@@ -59,5 +59,7 @@ int driver_open(const char *name);
 int driver_close(const char *name);
 /* is_open says whether driver_open is ahead of driver_close. */
 int is_open(void);
+/* is_locked says whether another process has locked this one. */
+int is_locked(void);
 
 #endif
