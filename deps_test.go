@@ -85,6 +85,7 @@ var packages = []entry{
 	{"pkg/memcap/...", 2, agent, "the in-process cap's files, the watchdog's reader and hand"},
 	{"internal/mps", 2, agent, "MPS control daemons, one for each GPU"},
 	{"internal/mps/cuinit", 2, agent, "begins CUDA in a process of its own"},
+	{"internal/park", 2, agent, "containers' processes taken off their GPUs, by the driver's checkpoints"},
 	{"internal/node", 2, agent, "PodResources, the container runtime, /proc and cgroups"},
 	{"internal/command", 2, both, "a program's command line: flags, environment, help, exit codes"},
 	{"internal/kube", 2, both, "the API server: connection, watches, lists"},

@@ -139,7 +139,7 @@ func checkpoints(s *Session, call string, pid int, breaks bool, answer func(w *W
 	defer w.mu.Unlock()
 	p := s.ofLocked(pid)
 	switch {
-	case r == Unknown && breaks && p != nil && p.park.state != Running:
+	case r == Unknown && breaks && p != nil && p.park.state != Running && !s.ended():
 		p.setStateLocked(Failed)
 		p.broken = ErrLaunch
 		return Unknown
@@ -158,6 +158,17 @@ func checkpoints(s *Session, call string, pid int, breaks bool, answer func(w *W
 		return r
 	}
 	return late
+}
+
+// ended says whether the process of a session is dead. A caller that dies while a fault delays its call
+// breaks nobody.
+func (s *Session) ended() bool {
+	select {
+	case <-s.p.done:
+		return true
+	default:
+		return false
+	}
 }
 
 // ofLocked finds a process by its PID in the session's PID namespace. A process with several sessions
