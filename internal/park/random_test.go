@@ -28,6 +28,7 @@ type history struct {
 	guaranteed *program
 	key        int
 	seen       map[string]int
+	faulty     map[string]bool // containers on which the driver has failed
 }
 
 func (h *history) pick(key string) []*program {
@@ -151,6 +152,9 @@ func (h *history) check() {
 			}
 		case Broken:
 			h.seen["broken"]++
+			if !h.faulty[key] {
+				h.t.Fatalf("%s is broken, and the driver has not failed: %+v", key, h.k.Sets())
+			}
 			for _, p := range programs {
 				if state := h.stateOf(p); state == Running {
 					h.seen["running beside a broken one"]++
@@ -207,6 +211,7 @@ func (h *history) step() {
 		if err := h.w.Inject(emulator.Fault{Call: call, Code: emulator.Unknown, Skip: h.random.IntN(2), Count: 1}); err != nil {
 			h.t.Fatal(err)
 		}
+		h.faulty[key] = true
 	case 1:
 		if err := h.w.SetBusy(programs[0].pid, true); err != nil {
 			h.t.Fatal(err)
@@ -253,7 +258,8 @@ func TestKills(t *testing.T) {
 	if *long {
 		parks = 5000
 	}
-	h := &history{world: newWorld(t), random: rand.New(rand.NewPCG(*seed, 7)), containers: map[string][]*program{}, seen: map[string]int{}}
+	h := &history{world: newWorld(t), random: rand.New(rand.NewPCG(*seed, 7)), containers: map[string][]*program{}, seen: map[string]int{},
+		faulty: map[string]bool{}}
 	for h.seen["parked"] < parks {
 		h.step()
 		h.check()
