@@ -139,7 +139,7 @@ func (k *gatekeeper) write(on *fileInputs, allocations []ledger.Allocation, trou
 		case c.Phase == ledger.Waiting && c.Twice && !shut:
 			// The file is also valid for the container that was let through, which may be reading
 			// it.
-		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), noMPS != (status.Cause{}), c.Phase == ledger.Waiting,
+		case shut, slices.ContainsFunc(c.GPUs(), on.faulty), noMPS != (status.Cause{}), c.Phase == ledger.Waiting, c.Phase == ledger.Parked,
 			// The kubelet gave the devices to the next pod, and it is not known whether the last
 			// pod has ended. The file is the last pod's.
 			c.Phase == ledger.Reserved && c.Fresh:

@@ -347,7 +347,8 @@ func (f *FrontEnd) checkLocked(o *Observation) {
 		for j := range o.Uses {
 			u := &o.Uses[j]
 			other := byID[u.Key]
-			if other == nil || !(a.Twice && u.Key == a.ID) && f.belongsLocked(a, e, u, o.Checkpoint) ||
+			if other == nil || other.Tier == ledger.Spot && other.Out() ||
+				!(a.Twice && u.Key == a.ID) && f.belongsLocked(a, e, u, o.Checkpoint) ||
 				a.Free(other.Tier) || other.Free(a.Tier) {
 				continue
 			}

@@ -262,12 +262,12 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 
 // Looked reports which other holders were found on an allocation's pieces. others names them for
 // operators, forPod for the allocation's own pod; both are empty if the pieces are free. The ledger
-// ignores the report if the allocation has another epoch by now, is open, superseded, or to yield.
+// ignores the report if the allocation has another epoch by now, is open, parked, superseded, or to yield.
 func (l *Ledger) Looked(id string, epoch uint64, others, forPod string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	a := l.allocations[id]
-	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Superseded || a.Yield.Asked() {
+	if a == nil || a.Epoch != epoch || a.Phase == Open || a.Phase == Parked || a.Superseded || a.Yield.Asked() {
 		return
 	}
 	a.After, a.forPod = others, forPod
@@ -415,6 +415,8 @@ func (a *allocation) notOpen() error {
 			"controller does", ErrNotOpen)
 	case a.Yield.Asked():
 		return fmt.Errorf("%w: it is of the spot tier, and its room is wanted by %s", ErrNotOpen, a.forPod)
+	case a.Phase == Parked:
+		return fmt.Errorf("%w: it is of the spot tier, and its container's processes are parked", ErrNotOpen)
 	case a.Phase == Waiting && a.Twice:
 		return fmt.Errorf("%w: the kubelet has given its devices to another pod too, whose turn it is: %s",
 			ErrNotOpen, a.forPod)

@@ -367,14 +367,14 @@ func TestTransitions(t *testing.T) {
 	l, rng := newLedger(), rand.New(rand.NewPCG(1, 7))
 	ended, cancel := context.WithCancel(context.Background())
 	cancel()
-	for range 20_000 {
+	for range 40_000 {
 		id := fmt.Sprint("a", rng.IntN(3))
 		a, known := l.Get(id)
 		r := Request{ID: id, Owner: DevicePlugin, Grants: unitsOf("GPU-a", rng.IntN(4)), Overlap: true}
 		if rng.IntN(4) == 0 {
 			r.Tier = Spot
 		}
-		switch rng.IntN(9) {
+		switch rng.IntN(12) {
 		case 0:
 			if _, err := l.Take(r); err == nil && known || err != nil && !known && r.Tier == Guaranteed {
 				t.Fatalf("take %+v: %v", a, err)
@@ -405,6 +405,16 @@ func TestTransitions(t *testing.T) {
 			}
 		case 8:
 			l.Reinstate(id, a.Epoch)
+		case 9:
+			if l.SetParked(id, a.Epoch) && (a.Tier != Spot || a.Superseded) {
+				t.Fatalf("%+v was parked", a)
+			}
+		case 10:
+			if l.Unpark(id, a.Epoch) && (a.Phase != Parked || a.Yield.Asked()) {
+				t.Fatalf("%+v has its room again", a)
+			}
+		case 11:
+			l.EndParked(id, a.Epoch)
 		}
 		if a, known := l.Get(id); known && a.Superseded && a.Phase != Waiting {
 			t.Fatalf("superseded, and %s", a.Phase)

@@ -21,6 +21,10 @@ const (
 	Making Phase = "making"
 	// Open: its CDI file exists, and its container may be created.
 	Open Phase = "open"
+	// Parked: its container runs, and none of its processes has memory on a GPU. Only an allocation of the
+	// spot tier is ever parked. Its room is its own again when no guaranteed allocation has it, and it is
+	// restored then.
+	Parked Phase = "parked"
 	// Released: its front-end has ended it, and the ledger has forgotten it.
 	Released Phase = "released"
 )
@@ -53,6 +57,14 @@ var Transitions = []Step{
 	{Transition{Taken, Reserved}, "it is renewed"},
 	{Transition{Making, Reserved}, "it is renewed"},
 	{Transition{Open, Reserved}, "it is renewed"},
+	{Transition{Reserved, Parked}, "an earlier process of the agent has parked it"},
+	{Transition{Waiting, Parked}, "its processes were parked"},
+	{Transition{Taken, Parked}, "an earlier process of the agent has parked it"},
+	{Transition{Making, Parked}, "an earlier process of the agent has parked it"},
+	{Transition{Open, Parked}, "an earlier process of the agent has parked it"},
+	{Transition{Parked, Reserved}, "its room is free, and it is to be restored; or its container has ended; or it is renewed"},
+	{Transition{Parked, Waiting}, "its container has ended, and its room is still wanted; or it is superseded"},
+	{Transition{Parked, Released}, "its front-end releases it"},
 	{Transition{Reserved, Released}, "its front-end releases it"},
 	{Transition{Waiting, Released}, "its front-end releases it"},
 	{Transition{Taken, Released}, "its front-end releases it"},

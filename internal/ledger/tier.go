@@ -59,10 +59,14 @@ type Yield struct {
 func (y *Yield) Asked() bool { return len(y.To) > 0 || y.Layout }
 
 // Yielding reports whether a spot allocation is to give its room back, and may have a container still.
-func (a *Allocation) Yielding() bool { return a.Yield.Asked() && !a.Yield.Out }
+func (a *Allocation) Yielding() bool { return a.Yield.Asked() && !a.Out() }
 
-// Out reports whether a spot allocation has given its room back: no container of it runs or can start.
-func (a *Allocation) Out() bool { return a.Yield.Asked() && a.Yield.Out }
+// Out reports whether a spot allocation has given its room back: no container of it runs or can start, or all
+// processes of its container are parked. Where the layout of its GPU changes, it would not find its room again,
+// so to be parked is not enough.
+func (a *Allocation) Out() bool {
+	return a.Yield.Asked() && (a.Yield.Out || a.Phase == Parked && !a.Yield.Layout)
+}
 
 // wanted returns the time from which a guaranteed allocation that does not lend has wanted its room.
 func (a *Allocation) wanted() time.Time {
@@ -158,13 +162,15 @@ func (l *Ledger) askLocked(a *allocation, to []string, layout bool, since time.T
 	switch {
 	case !a.Yield.Asked():
 		a.Yield = Yield{}
-		if was && !a.Superseded { // whether its pieces are free, the next look finds out
+		if was && !a.Superseded && a.Phase != Parked { // whether its pieces are free, the next look finds out
 			a.After, a.forPod = "", ""
 			l.moveLocked(a, Reserved)
 		}
 	case !was:
 		a.Yield.Since, a.Yield.Out = since, false
-		l.moveLocked(a, Waiting)
+		if a.Phase != Parked {
+			l.moveLocked(a, Waiting)
+		}
 	}
 	if a.Yield.Asked() && !a.Superseded {
 		a.After, a.forPod = l.whyLocked(a)
@@ -210,6 +216,49 @@ func (l *Ledger) SetOut(id string, epoch uint64) {
 			a.Yield.Out = true
 			l.version++
 		}
+	})
+}
+
+// SetParked reports that no process of a spot allocation has memory on a GPU, while its container runs. No
+// container starts with it from then on. It reports false, and does nothing, if the allocation has another epoch
+// by now or is superseded.
+func (l *Ledger) SetParked(id string, epoch uint64) (parked bool) {
+	l.edit(id, func(a *allocation) {
+		if a.Epoch == epoch && a.Tier == Spot && !a.Superseded {
+			l.moveLocked(a, Parked)
+			l.version++
+			parked = true
+		}
+	})
+	return parked
+}
+
+// Unpark takes a parked allocation's room for it again, before its processes are restored. From then on a
+// guaranteed allocation that is given the room waits for it, as for any spot allocation. Unpark reports false, and
+// does nothing, if the room is still wanted, or if the allocation is not parked or has another epoch by now.
+func (l *Ledger) Unpark(id string, epoch uint64) (free bool) {
+	l.edit(id, func(a *allocation) {
+		if a.Epoch == epoch && a.Phase == Parked && !a.Yield.Asked() {
+			l.moveLocked(a, Reserved)
+			l.version++
+			free = true
+		}
+	})
+	return free
+}
+
+// EndParked reports that the processes of a parked allocation have ended, or run again.
+func (l *Ledger) EndParked(id string, epoch uint64) {
+	l.edit(id, func(a *allocation) {
+		if a.Epoch != epoch || a.Phase != Parked {
+			return
+		}
+		if a.Yield.Asked() {
+			l.moveLocked(a, Waiting)
+		} else {
+			l.moveLocked(a, Reserved)
+		}
+		l.version++
 	})
 }
 

@@ -119,6 +119,65 @@ func TestSpotIsRefusedOverGuaranteed(t *testing.T) {
 	}
 }
 
+// A parked allocation has given its room back, and has it again only when no guaranteed one wants it. Then it is in
+// the way of the next one, until it is parked again.
+func TestParked(t *testing.T) {
+	l := newLedger()
+	s, err := l.Take(spotOf("s", unitsOf("GPU-a", 0, 1)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	open(t, l, "s")
+	if _, err := l.Take(guaranteedOf("g", unitsOf("GPU-a", 1))); err != nil {
+		t.Fatal(err)
+	}
+	if l.SetParked("s", s.Epoch+1) || l.SetParked("g", getOf(l, "g").Epoch) || l.SetParked("none", 1) {
+		t.Error("an older, a guaranteed or an unknown allocation is parked")
+	}
+	if !l.SetParked("s", s.Epoch) || !getOf(l, "s").Out() || getOf(l, "s").Yielding() || getOf(l, "s").Phase != Parked {
+		t.Fatalf("%+v", getOf(l, "s"))
+	}
+	l.Looked("s", s.Epoch, "", "")
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := l.Prepare(ended, "s"); l.SetOpen("s", s.Epoch) || !errors.Is(err, ErrNotOpen) {
+		t.Errorf("a container starts beside a parked one: %v", err)
+	}
+	if l.Unpark("s", s.Epoch) {
+		t.Error("it has its room while that is wanted")
+	}
+	if _, err := l.Take(spotOf("other", unitsOf("GPU-a", 0))); err != nil || getOf(l, "s").Phase != Parked {
+		t.Errorf("%v, %+v", err, getOf(l, "s")) // the front-end permits overlaps
+	}
+	l.Release(DevicePlugin, "g")
+	if a := getOf(l, "s"); a.Phase != Parked || a.Yield.Asked() || a.Out() {
+		t.Errorf("the room is free, and nothing is restored yet: %+v", a)
+	}
+	if _, err := l.Take(guaranteedOf("g", unitsOf("GPU-a", 1))); err != nil || !getOf(l, "s").Out() {
+		t.Errorf("%v: the room is wanted again: %+v", err, getOf(l, "s"))
+	}
+	l.Release(DevicePlugin, "g")
+	if !l.Unpark("s", s.Epoch) || l.Unpark("s", s.Epoch) || getOf(l, "s").Phase != Reserved {
+		t.Errorf("%+v", getOf(l, "s"))
+	}
+	if _, err := l.Take(guaranteedOf("g", unitsOf("GPU-a", 1))); err != nil || !getOf(l, "s").Yielding() {
+		t.Errorf("%v: while it is restored, the next one waits: %+v", err, getOf(l, "s"))
+	}
+	// Where the layout changes, it does not find its room again: it has to end.
+	if l.SetParked("s", s.Epoch); !getOf(l, "s").Out() {
+		t.Errorf("%+v", getOf(l, "s"))
+	}
+	if l.SetLayoutYields(map[string]bool{"s": true}); !getOf(l, "s").Yielding() {
+		t.Errorf("%+v", getOf(l, "s"))
+	}
+	if l.SetOut("s", s.Epoch); !getOf(l, "s").Out() {
+		t.Errorf("%+v", getOf(l, "s"))
+	}
+	if l.EndParked("s", s.Epoch); getOf(l, "s").Phase != Waiting {
+		t.Errorf("its container has ended: %+v", getOf(l, "s"))
+	}
+}
+
 // A change of a GPU's layout makes spot allocations yield, and no other. When it is called off, they go on.
 func TestSpotYieldsToALayout(t *testing.T) {
 	l := newLedger()
