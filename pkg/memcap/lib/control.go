@@ -31,12 +31,19 @@ const (
 // The error wraps gpu.ErrNotFound if the allocation has no pages, and gpu.ErrInvalid if the key or a
 // bit is not valid. If one page is broken, the others have the bits all the same.
 func (p *Pages) Control(key string, bits uint64) error {
-	if bits&^(ControlYield|ControlHold) != 0 {
-		return fmt.Errorf("control allocation %q: bits %#x: %w", key, bits, gpu.ErrInvalid)
+	return p.SetControl(key, bits, ControlYield|ControlHold)
+}
+
+// SetControl is Control for some of the bits: of those that of has, the ones in bits are set and the
+// others cleared.
+func (p *Pages) SetControl(key string, bits, of uint64) error {
+	if (bits|of)&^(ControlYield|ControlHold) != 0 {
+		return fmt.Errorf("control allocation %q: bits %#x of %#x: %w", key, bits, of, gpu.ErrInvalid)
 	}
 	return p.each(key, func(page mappedPage) {
-		if page.load(atControl) != bits {
-			page.store(atControl, bits)
+		was := page.load(atControl)
+		if now := was&^of | bits&of; now != was {
+			page.store(atControl, now)
 			page.wake(atControl)
 		}
 	})

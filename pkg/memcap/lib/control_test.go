@@ -200,3 +200,66 @@ func TestControlled(t *testing.T) {
 		t.Errorf("of a key with a path: %v, %v", err, errControlled)
 	}
 }
+
+// While newcomers are held, the container's processes may be parked: what they have counts as bound, and is not on
+// the GPU. No reading that began or ended meanwhile gives them more room.
+func TestReadingsOfAParkedContainer(t *testing.T) {
+	p := newTenant(t)
+	p.lives()
+	_, m := aMeter(t, p, time.Second)
+	p.set(useBound, 1<<amountBits|100<<20/unit)
+	p.set(pageSize+slotReserved, 100<<20)
+	p.set(pageSize+slotCommitted, 100<<20)
+	p.set(pageSize+slotPID, 1)
+	readOnce(t, m, 110<<20, true)
+	ceiling := func(when string) {
+		t.Helper()
+		if got := int64(8*aGiB-m.page.load(atCeiling)) >> 20; got != 10 {
+			t.Errorf("%s: the ceiling is %d MiB below the limit, want 10", when, got)
+		}
+	}
+	ceiling("before")
+	for _, held := range [][2]uint64{{0, ControlHold}, {ControlHold, ControlHold}, {ControlHold, 0}} {
+		m.page.store(atControl, held[0])
+		if err := m.Begin(); err != nil {
+			t.Fatal(err)
+		}
+		m.page.store(atControl, held[1])
+		r, err := m.End(5<<20, true, nil)
+		if err != nil || r.Used != 5<<20 || r.Quiet {
+			t.Errorf("held %v: %d used, quiet %v, %v", held, r.Used, r.Quiet, err)
+		}
+		ceiling("parked")
+	}
+	readOnce(t, m, 110<<20, true)
+	ceiling("restored")
+	readOnce(t, m, 90<<20, true)
+	if got := int64(8*aGiB-m.page.load(atCeiling)) >> 20; got != -10 {
+		t.Errorf("later readings count: %d", got)
+	}
+}
+
+// One of two that ask does not undo what the other asks.
+func TestSetControl(t *testing.T) {
+	p := somePages(t)
+	paths, err := p.Write(aKey, time.Second, []Limit{{GPU: aGPU, Bytes: 4 << 30}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	page, err := mapPage(paths[aGPU].Limit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer page.unmap()
+	for _, c := range []struct{ bits, of, want uint64 }{
+		{ControlHold, ControlHold, ControlHold}, {ControlYield, ControlYield, ControlHold | ControlYield},
+		{0, ControlYield, ControlHold}, {ControlYield, ControlHold, 0},
+	} {
+		if err := p.SetControl(aKey, c.bits, c.of); err != nil || page.load(atControl) != c.want {
+			t.Errorf("SetControl(%d, %d): %d, %v, want %d", c.bits, c.of, page.load(atControl), err, c.want)
+		}
+	}
+	if err := p.SetControl(aKey, 0, 4); !errors.Is(err, gpu.ErrInvalid) {
+		t.Errorf("an unknown bit: %v", err)
+	}
+}

@@ -23,6 +23,7 @@ type Meter struct {
 	usage *Usage
 
 	begun    bool
+	frozen   bool // true if newcomers were held when the reading began
 	took     time.Duration
 	asked    bool
 	first    Counters
@@ -93,7 +94,7 @@ func (m *Meter) Begin() error {
 	if c.Nonce != m.page.load(atUsage) || !m.page.atPath() {
 		return fmt.Errorf("read usage page: it is not, or no longer, the page of the allocation: %w", gpu.ErrInvalid)
 	}
-	m.first, m.begun = c, true
+	m.first, m.begun, m.frozen = c, true, m.page.load(atControl)&ControlHold != 0
 	// Processes that ask wait until a reading is finished.
 	m.asked = c.Asks != m.lastAsks
 	if m.asked {
@@ -149,6 +150,10 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 		m.bare, m.seen, m.worst = m.page.bare(), 0, 0
 	}
 	known = known && driver < most && m.first.Nonce == c.Nonce
+	// While newcomers are held, processes may be parked: their memory is in bound, and not on the GPU. A
+	// ceiling by that figure would be too high when they are back.
+	figured := known
+	known = known && !m.frozen && m.page.load(atControl)&ControlHold == 0
 	if known {
 		dying := m.dying(driver, each)
 		m.first.lose(dying)
@@ -170,7 +175,7 @@ func (m *Meter) End(driver uint64, known bool, each map[Process]uint64) (Reading
 	}
 	r.Correction = next.correction
 	figure := uint64(max(0, int64(c.Bound)+next.correction)) // of the processes that count on this page
-	if known {
+	if figured {
 		figure = driver + c.Managed + m.taken.open(c)
 	}
 	r.Used = figure + c.Lent - min(figure, c.Borrowed)
