@@ -100,6 +100,7 @@ type outside struct {
 	// nil where none does.
 	ended  map[string]bool
 	yields *yields
+	parks  *parks // nil if no container is parked
 	// The API server.
 	patchErr    error
 	labels      map[string]string
@@ -504,6 +505,9 @@ func startWith(t *testing.T, o *outside, cdiDir, file string, f Features) *bench
 		worlds.MPS = o.mps
 	}
 	var grace time.Duration
+	if k := o.parks; k != nil {
+		worlds.Parking = &Parking{Keeper: k, Find: k.Find, Seen: k}
+	}
 	if y := o.yields; y != nil {
 		worlds.End, worlds.Detach, worlds.Yields, grace = y.End, y.Detach, y, y.grace
 		if y.evicts {

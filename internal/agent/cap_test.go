@@ -71,12 +71,16 @@ func (p *pages) Notice(key string) (string, error) {
 }
 
 func (p *pages) Control(key string, bits uint64) error {
+	return p.SetControl(key, bits, lib.ControlYield|lib.ControlHold)
+}
+
+func (p *pages) SetControl(key string, bits, of uint64) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.control == nil {
 		p.control = map[string]uint64{}
 	}
-	p.control[key] = bits
+	p.control[key] = p.control[key]&^of | bits&of
 	return nil
 }
 

@@ -60,6 +60,8 @@ type Worlds struct {
 	// Evict evicts a pod with a grace period in place of its own; nil if the agent evicts no pods. The error
 	// wraps agentkube.ErrBudget if a disruption budget forbids it.
 	Evict func(ctx context.Context, p workload.Pod, grace time.Duration) error
+	// Parking is nil if no container is parked.
+	Parking *Parking
 	// Yields is nil if it is not counted what becomes of spot allocations.
 	Yields YieldObserver
 	// Features is nil if labels are written to the Node and not through Node Feature Discovery.
@@ -177,6 +179,8 @@ type Caps interface {
 	// Control tells the processes of an allocation what is asked of them, by bits of package lib. The error wraps
 	// gpu.ErrNotFound if there are no pages.
 	Control(key string, bits uint64) error
+	// SetControl is Control for those of the bits that of has; the others stay.
+	SetControl(key string, bits, of uint64) error
 	Remove(key string) error
 	// List returns the keys of allocations that have pages.
 	List() ([]string, error)

@@ -58,6 +58,7 @@ const (
 	yieldedEvicted = "evicted" // the API server has evicted its pod, and the container ended within the grace
 	yieldedEnded   = "ended"   // the yielder has ended the container at the end of the grace
 	yieldedLeft    = "left"    // the container has ended by itself
+	yieldedParked  = "parked"  // its memory is on the host, and the container runs
 )
 
 // yielder has spot allocations give their room back: it tells their programs, evicts their pods if the agent may,
@@ -80,6 +81,7 @@ type yielder struct {
 	end     func(context.Context, *node.Container) (how string, err error)
 	detach  func(context.Context, *node.Container)
 	evict   func(context.Context, workload.Pod, time.Duration) error // nil if the agent evicts no pods
+	parker  *parker                                                  // nil if no container is parked
 	notices Caps
 	account *Account
 	seen    YieldObserver // nil if nothing is counted
@@ -103,6 +105,8 @@ type yielder struct {
 	// containers that are being ended.
 	of     map[string]*yield
 	ending map[string]bool
+	// triedBroken has when it was last tried to end a container whose processes may be broken.
+	triedBroken map[string]time.Time
 }
 
 // YieldObserver counts the spot allocations that have given their room back; it must not block.
@@ -143,7 +147,8 @@ func newYielder(o *Options, w *Worlds, l *ledger.Ledger, front *deviceplugin.Fro
 		cluster: w.Cluster, end: w.End, detach: w.Detach, evict: w.Evict, notices: w.Caps, account: w.Account, seen: w.Yields, log: o.Log,
 		ration: ration, limit: rate.NewLimiter(evictRate, evictBurst),
 		news: make(chan struct{}, 1), evictable: make(chan struct{}, 1), askNames: witnesses.Ask,
-		noticed: map[string]bool{}, of: map[string]*yield{}, ending: map[string]bool{}}
+		noticed: map[string]bool{}, of: map[string]*yield{}, ending: map[string]bool{},
+		triedBroken: map[string]time.Time{}}
 }
 
 // turn is called at the end of each round.
@@ -190,11 +195,12 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 	}
 	y.settle(byID, now)
 	y.clearNotices(byID)
-	if len(yielding) == 0 {
+	broken := y.parker.ends()
+	if len(yielding) == 0 && len(broken) == 0 {
 		return 0
 	}
 	wait = yieldEvery
-	containers, err := y.list(ctx, yielding, now)
+	containers, err := y.list(ctx, yielding, len(broken) > 0, now)
 	if err != nil {
 		y.ration.Log(slog.LevelWarn, "cannot ask which containers have room that is to be given back; it is tried again", nil,
 			"err", err)
@@ -202,9 +208,16 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 	}
 	using, guaranteed := y.sort(containers, byID)
 	named := true
+	for id := range broken {
+		y.endBroken(ctx, id, using[id], now)
+	}
 	for _, a := range yielding {
 		if of := using[a.ID]; len(of) > 0 {
 			v := y.note(a, now)
+			if y.parker.takes(ctx, a, of, v.by, now) != parkNot {
+				wait = min(wait, max(yieldLeast, v.by.Sub(now)))
+				continue
+			}
 			named = y.tell(v, a, of, byID, now) && named
 			y.choose(v, guaranteed, now)
 			switch left := v.by.Sub(now); {
@@ -228,9 +241,10 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 	return wait
 }
 
-// list returns the containers of the runtime. The answer is new if a container may have to be ended.
-func (y *yielder) list(ctx context.Context, yielding []*ledger.Allocation, now time.Time) ([]node.Container, error) {
-	due := slices.ContainsFunc(yielding, func(a *ledger.Allocation) bool { return now.Sub(a.Yield.Since) >= y.grace })
+// list returns the containers of the runtime. The answer is new if a container may have to be ended; due is true if
+// one has to in any case.
+func (y *yielder) list(ctx context.Context, yielding []*ledger.Allocation, due bool, now time.Time) ([]node.Container, error) {
+	due = due || slices.ContainsFunc(yielding, func(a *ledger.Allocation) bool { return now.Sub(a.Yield.Since) >= y.grace })
 	if !due && !y.asked.IsZero() && now.Sub(y.asked) < yieldListed {
 		return y.listed, nil
 	}
@@ -369,7 +383,7 @@ func (y *yielder) notice(key string, by time.Time) {
 	if !by.IsZero() {
 		asks = lib.ControlYield
 	}
-	for _, err := range []error{y.notices.SetNotice(key, by), y.notices.Control(key, asks)} {
+	for _, err := range []error{y.notices.SetNotice(key, by), y.notices.SetControl(key, asks, lib.ControlYield)} {
 		if err == nil || errors.Is(err, gpu.ErrNotFound) {
 			continue
 		}
@@ -407,6 +421,10 @@ func (y *yielder) settle(byID map[string]*ledger.Allocation, now time.Time) {
 		over = append(over, v)
 		delete(y.of, id)
 		switch ways[v] = yieldedLeft; {
+		case byID[id] != nil && byID[id].Phase == ledger.Parked:
+			ways[v] = yieldedParked
+			v.event = fmt.Sprintf("the room that container %s has in the spot tier was wanted, so it is parked: its GPU memory is "+
+				"on the host until the room is free again", v.holder.Container)
 		case v.ended > 0:
 			ways[v] = yieldedEnded
 		case v.evicted:
@@ -555,6 +573,38 @@ func (y *yielder) endAll(ctx context.Context, v *yield, of []using, now time.Tim
 			defer y.mu.Unlock()
 			if delete(y.ending, c.ID); !ended {
 				v.ended--
+			}
+		}()
+	}
+}
+
+// endBroken ends the containers of an allocation whose processes may be broken, beside this goroutine.
+func (y *yielder) endBroken(ctx context.Context, id string, of []using, now time.Time) {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	for _, c := range of {
+		if y.end == nil || y.ending[c.ID] || len(y.ending) >= endsAtOnce || now.Sub(y.triedBroken[c.ID]) < yieldEvery {
+			continue
+		}
+		first := y.triedBroken[c.ID].IsZero()
+		y.ending[c.ID], y.triedBroken[c.ID] = true, now
+		go func() {
+			how, err := y.end(ctx, c.Container)
+			pod := c.InPod().String()
+			switch {
+			case err != nil && !errors.Is(err, gpu.ErrNotFound):
+				y.ration.Log(slog.LevelError, "cannot end a container whose processes may be broken", []any{"container", c.ID, "pod", pod},
+					"err", err)
+			case err == nil && first:
+				y.log.Warn("ended a container of the spot tier, whose processes may be broken by their checkpoint", "container", c.ID,
+					"pod", pod, "allocation", id, "how", how)
+				y.account.killed(c.Container, status.Yielded, "its processes may be broken by their checkpoint")
+			}
+			y.mu.Lock()
+			defer y.mu.Unlock()
+			delete(y.ending, c.ID)
+			if errors.Is(err, gpu.ErrNotFound) {
+				delete(y.triedBroken, c.ID)
 			}
 		}()
 	}

@@ -113,8 +113,11 @@ func (o *outside) exit(id string) {
 }
 
 // tiers starts an agent whose room is offered twice, with a spot pod on units 2 and 3 of GPU 0.
-func tiers(t *testing.T, grace time.Duration, evicts bool) (*bench, *yields) {
+func tiers(t *testing.T, grace time.Duration, evicts bool, keeper ...*parks) (*bench, *yields) {
 	o := newOutside(2)
+	for _, k := range keeper {
+		o.parks = k
+	}
 	y := &yields{o: o, grace: grace, evicts: evicts, asks: map[string]func(){}}
 	o.yields = y
 	b := start(t, o, t.TempDir(), twoTiers)
