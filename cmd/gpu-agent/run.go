@@ -237,6 +237,9 @@ func run(ctx context.Context, c console, f *runFlags) error {
 		}
 		return o.PodUID
 	}
+	if d.worlds.Parking, err = newParking(f, d.driver, d.runtime, proc, d.caps.Pages, d.metrics, log); err != nil {
+		return err
+	}
 	d.worlds.MPS = newMPSWorld(f.node.stateDir, f.driver.root, log)
 	plugins := d.newPlugins(f.node.kubeletDir)
 	d.worlds.Plugins = plugins

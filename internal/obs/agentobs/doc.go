@@ -65,6 +65,11 @@
 //	mig_step_duration_seconds{op,profile,outcome}   histogram: destroy, create, enable, disable, reset, undo
 //	mig_wish_duration_seconds{profile}          histogram: from a container's request for an instance to its start
 //	spot_yield_seconds{way}                     histogram: from the request for room of the spot tier until it was free
+//	spot_park_seconds{outcome}                  histogram: parked, refused or broken
+//	spot_restore_seconds{outcome}               histogram: restored, no room, failed or broken
+//	spot_parked_seconds_total                   how long containers were parked, together
+//	spot_parked_containers                      how many are parked now
+//	spot_parked_bytes                           what they have on the host
 //	allocations                                 allocations that have not ended
 //	left_behind{gpu,code,matters}               1 for what an earlier owner has left; the empty GPU is the node
 //	partition_state{partition,state}            1 for the present state, 0 for the others

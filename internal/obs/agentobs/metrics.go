@@ -27,6 +27,9 @@ type Metrics struct {
 
 	plugin, driver, round, steps, wishes *prometheus.HistogramVec
 	yields                               *prometheus.HistogramVec
+	parks, restores                      *prometheus.HistogramVec
+	parkedTime                           prometheus.Counter
+	parked, parkedBytes                  prometheus.Gauge
 	answered                             *prometheus.GaugeVec
 	api, events, gpus, kills             *prometheus.CounterVec
 	unregistered, refusals, lowered      *prometheus.CounterVec
@@ -39,7 +42,7 @@ type Metrics struct {
 var KillReasons = []memcap.Kind{memcap.Over, memcap.Intruder}
 
 // YieldWays are the ways in which a pod of the spot tier gives its room back.
-var YieldWays = []string{"evicted", "ended", "left"}
+var YieldWays = []string{"evicted", "ended", "left", "parked"}
 
 // refusalReasons are the reasons of refusals after which the kubelet does not ask again.
 var refusalReasons = []status.Reason{status.NotOffered, status.NotOneGPU, status.TooFewGPUs, status.MPSOneGPU,
@@ -101,8 +104,23 @@ func NewMetrics(version string) *Metrics {
 		yields: histogram("spot_yield_seconds",
 			"Time from the request for room that a pod of the spot tier had until the room was free, by the way it "+
 				"was given back: its pod was evicted (evicted), its container was ended after the grace (ended), or had "+
-				"ended before (left).",
+				"ended before (left), or its memory was moved to the host (parked).",
 			[]float64{.5, 1, 2.5, 5, 10, 15, 20, 22.5, 25, 30, 60, 300}, "way"),
+		// Memory is copied at some GiB a second, and a card has up to 192 GiB.
+		parks: histogram("spot_park_seconds",
+			"Time that it took to move the GPU memory of a container of the spot tier to the host, by outcome: it is parked, "+
+				"nothing has changed (refused), or its processes may be broken.",
+			[]float64{.25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160}, "outcome"),
+		restores: histogram("spot_restore_seconds",
+			"Time that it took to move the memory of a parked container back to its GPUs, by outcome: it is restored, the "+
+				"GPU had no room, the driver did not answer (failed), or its processes may be broken.",
+			[]float64{.25, .5, 1, 2.5, 5, 10, 20, 40, 80, 160}, "outcome"),
+		parkedTime: auto.NewCounter(prometheus.CounterOpts{Name: obs.Prefix + "spot_parked_seconds_total",
+			Help: "Time that containers of the spot tier were parked, together, of those that were restored."}),
+		parked: auto.NewGauge(prometheus.GaugeOpts{Name: obs.Prefix + "spot_parked_containers",
+			Help: "Containers of the spot tier whose processes are parked."}),
+		parkedBytes: auto.NewGauge(prometheus.GaugeOpts{Name: obs.Prefix + "spot_parked_bytes",
+			Help: "Host memory with what parked containers had on GPUs."}),
 		// An instance takes 0.1 to 1 s, or 5 s on a busy node, and a reset takes 10 s or more. The
 		// last bucket shows a driver that hangs.
 		steps: histogram("mig_step_duration_seconds",
@@ -115,6 +133,12 @@ func NewMetrics(version string) *Metrics {
 	}
 	for _, way := range YieldWays {
 		m.yields.WithLabelValues(way)
+	}
+	for _, outcome := range []string{"parked", "refused", "broken"} {
+		m.parks.WithLabelValues(outcome)
+	}
+	for _, outcome := range []string{"restored", "no room", "failed", "broken"} {
+		m.restores.WithLabelValues(outcome)
 	}
 	for _, reason := range KillReasons {
 		m.kills.WithLabelValues(string(reason)) // rate() needs a 0 to start from
@@ -192,6 +216,25 @@ func (m *Metrics) Evicted() { m.evicted.Inc() }
 // its room was wanted.
 func (m *Metrics) Yielded(way string, took time.Duration) {
 	m.yields.WithLabelValues(way).Observe(took.Seconds())
+}
+
+// Parked is as agent.ParkObserver has it.
+func (m *Metrics) Parked(outcome string, _ uint64, took time.Duration) {
+	m.parks.WithLabelValues(outcome).Observe(took.Seconds())
+}
+
+// Restored is as agent.ParkObserver has it.
+func (m *Metrics) Restored(outcome string, took, parked time.Duration) {
+	m.restores.WithLabelValues(outcome).Observe(took.Seconds())
+	if outcome == "restored" {
+		m.parkedTime.Add(parked.Seconds())
+	}
+}
+
+// ParkedNow is as agent.ParkObserver has it.
+func (m *Metrics) ParkedNow(containers int, bytes uint64) {
+	m.parked.Set(float64(containers))
+	m.parkedBytes.Set(float64(bytes))
 }
 
 // MIGStep counts a step of a change to a GPU's MIG instances. op is one of
