@@ -108,8 +108,8 @@ func TestClosedSets(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, c := range []struct{ cases, want string }{
-		{"Waiting, Taken, Making, Open, Released", "missing cases in switch of type ledger.Phase: ledger.Reserved"},
-		{"Reserved, Waiting, Taken, Making, Open, Released", ""},
+		{"Waiting, Taken, Making, Open, Parked, Released", "missing cases in switch of type ledger.Phase: ledger.Reserved"},
+		{"Reserved, Waiting, Taken, Making, Open, Parked, Released", ""},
 	} {
 		text := "package ledger\n\nfunc planted(p Phase) bool {\n\tswitch p {\n\tcase " + c.cases + ":\n\t\treturn true\n\t}\n\treturn false\n}\n"
 		for file, body := range map[string]string{planted: text, overlay: string(replace)} {
