@@ -67,6 +67,10 @@
 // placer as the PodMonitors say: TestAlerts causes each of them on the node, faster by one number, and
 // the long form of TestWalk has them at their own pace beside it.
 //
+// Bad days are drilled in drill_test.go: the API server is away, busy, slow and restored, the kubelet stands still and
+// its certificate expires, and a GPU dies with twenty tenants. What was seen is in docs/runbooks.md. Troubles last for
+// seconds, and with -long for as long as they are feared, in a stage of their own.
+//
 // What a container has is always looked at from its inside: its device nodes,
 // and what the loader finds under the name libcuda.so.1.
 package e2e
