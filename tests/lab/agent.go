@@ -343,6 +343,7 @@ type GPUStatus struct {
 	Holders          []struct {
 		Namespace, Pod, Container, Resource string
 		Units                               int
+		Lending                             string
 	}
 }
 

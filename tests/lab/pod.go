@@ -33,8 +33,9 @@ type Pod struct {
 	// Init containers see and end, one after the other.
 	Init       []Container
 	Containers []Container
-	// Labels are further labels.
-	Labels map[string]string
+	// Labels are further labels, and Annotations those of a pod that is made alone.
+	Labels      map[string]string
+	Annotations map[string]string
 	// Once leaves the containers ended when they end; else they run anew.
 	Once bool
 	// Grace is how long a container may take to end when it is asked to; one
@@ -116,7 +117,7 @@ func (n *Node) CreatePod(ctx context.Context, p Pod) (*RunningPod, error) {
 // PodObject is the pod that CreatePod makes, for another cluster to send here.
 func (n *Node) PodObject(p Pod) map[string]any {
 	return object{"apiVersion": "v1", "kind": "Pod",
-		"metadata": object{"name": p.Name, "labels": p.Labels}, "spec": n.podSpec(p)}
+		"metadata": object{"name": p.Name, "labels": p.Labels, "annotations": p.Annotations}, "spec": n.podSpec(p)}
 }
 
 // CreateJob makes a Job of one pod and returns that pod, which stays when the
@@ -243,7 +244,7 @@ func (n *Node) DeleteJob(ctx context.Context, name string) error {
 // RunningPod.Delete.
 func (n *Node) StaticPod(ctx context.Context, p Pod) (*RunningPod, error) {
 	o := object{"apiVersion": "v1", "kind": "Pod",
-		"metadata": object{"name": p.Name, "namespace": PodNamespace, "labels": p.Labels}, "spec": n.podSpec(p)}
+		"metadata": object{"name": p.Name, "namespace": PodNamespace, "labels": p.Labels, "annotations": p.Annotations}, "spec": n.podSpec(p)}
 	data, err := json.Marshal(o)
 	if err != nil {
 		return nil, fmt.Errorf("make static pod %s: %w", p.Name, err)
