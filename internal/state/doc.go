@@ -21,6 +21,8 @@
 //	.state.json.tmp, .allocations.journal.tmp    while one of the two is replaced
 //	usage/           the usage journal of internal/usage/segments; here only Remove
 //	                 looks at it
+//	park/            the records of parked containers of internal/park; here only Remove
+//	                 looks at them
 //	hooks/           programs that containers' CDI files name, installed by pkg/gpu/nvml;
 //	                 here only Remove looks at them
 //

@@ -33,6 +33,9 @@ const (
 // usageDir is where internal/usage/segments keeps the usage journal.
 const usageDir = "usage"
 
+// parkDir is where internal/park keeps the records of parked containers.
+const parkDir = "park"
+
 var (
 	hookDir  = regexp.MustCompile(`^[0-9a-f]{16}$`)
 	hookFile = regexp.MustCompile(`^(nvidia-cdi-hook|\.nvidia-cdi-hook\.[A-Z2-7]+\.tmp)$`)
@@ -89,6 +92,7 @@ func Remove(dir string) error {
 	r.tree(mpsDir)
 	r.tree(capDir)
 	r.tree(usageDir)
+	r.tree(parkDir)
 	// In a container, dir is a mount point in a read-only directory.
 	if err := os.Remove(dir); err != nil && !stays(err) && !errors.Is(err, unix.EROFS) {
 		r.failed(err)

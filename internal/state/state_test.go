@@ -456,7 +456,7 @@ func TestRemove(t *testing.T) {
 			installed, err := nvml.InstallHook(program, dir)
 			do(t, err)
 			do(t, os.WriteFile(filepath.Join(filepath.Dir(installed), ".nvidia-cdi-hook.ABC234.tmp"), nil, 0o600))
-			for _, name := range []string{"cap/0123456789abcdef/libcuda.so.1", "cap/limits/0123456789abcdef/GPU-a", "usage/0000000001.jsonl"} {
+			for _, name := range []string{"cap/0123456789abcdef/libcuda.so.1", "cap/limits/0123456789abcdef/GPU-a", "usage/0000000001.jsonl", "park/0123456789abcdef.json", "park/.lock-0123456789abcdef"} {
 				do(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755))
 				do(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
 			}
