@@ -146,8 +146,8 @@ func call(l Library, verb string, pid int, left time.Duration) (code int, err er
 // load the driver's library, for instance.
 var errIdle = errors.New("it has not begun")
 
-// ask has a child carry out a request, and returns its answers by PID. The error says why the child did
-// not answer for all; the answers that it gave still hold.
+// ask has a child carry out a request, and returns its answers by PID. It returns an error if the
+// child did not answer for all; the answers that it gave still hold.
 func (k *Keeper) ask(ctx context.Context, r request, within time.Duration) (map[int]answer, error) {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()

@@ -23,7 +23,7 @@
 //
 // # After a kill
 //
-// Whatever is killed between two steps, [Keeper.Settle] asks the driver for the state of each process and
+// After a kill between any two steps, [Keeper.Settle] asks the driver for the state of each process and
 // goes on: it unlocks what was only locked, completes a checkpoint that had begun, and forgets what has
 // died, also all sets of an earlier boot. A set whose restore had begun stays in restoring. Only the caller
 // knows whether its room is still there, and calls Restore again, or Park.

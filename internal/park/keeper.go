@@ -258,6 +258,22 @@ func (k *Keeper) enter(ctx context.Context, key string, fresh *set) (*set, error
 	}
 }
 
+// enterNow is enter for a set without a step under way. It returns nil if there is none.
+func (k *Keeper) enterNow(key string) *set {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	s := k.sets[key]
+	if s == nil {
+		return nil
+	}
+	select {
+	case s.turn <- struct{}{}:
+		return s
+	default:
+		return nil
+	}
+}
+
 func (s *set) leave() { <-s.turn }
 
 // knows reports whether a set has not been forgotten.

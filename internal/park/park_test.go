@@ -241,3 +241,20 @@ func TestSpoiltRecords(t *testing.T) {
 	}
 	n.runs(a)
 }
+
+// A long copy of one container does not keep others from being settled.
+func TestSettleDoesNotWait(t *testing.T) {
+	n, r := newWorld(t), random()
+	a, b := n.begin(100*mib, r), n.begin(100*mib, r)
+	for key, p := range map[string]*program{"a": a, "b": b} {
+		if err := n.k.Park(t.Context(), n.set(key, p)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := n.k.enterNow("a") // as a step does
+	n.end(b)
+	if err := n.k.Settle(t.Context()); err != nil || n.phase("b") != "" || n.phase("a") != Parked {
+		t.Errorf("%v, %+v", err, n.k.Sets())
+	}
+	s.leave()
+}

@@ -62,7 +62,7 @@ type Record struct {
 	Bytes     uint64    `json:"bytes"`
 	Began     time.Time `json:"began"`  // when Park was called
 	Parked    time.Time `json:"parked"` // when the last process was off its GPU
-	// Why is the reason for which a set is broken.
+	// Why is the reason why a set is broken; empty for others.
 	Why string `json:"why,omitempty"`
 }
 
@@ -106,7 +106,7 @@ func plainName(s string) bool {
 }
 
 // StartOf returns the start time of a process in clock ticks since boot, or 0 if it is gone. A zombie is
-// gone: it has no memory any more. procRoot is the root of /proc.
+// gone: it has no memory left. procRoot is the root of /proc.
 func StartOf(procRoot string, pid int) uint64 {
 	data, err := os.ReadFile(filepath.Join(procRoot, strconv.Itoa(pid), "stat"))
 	if err != nil {

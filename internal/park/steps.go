@@ -119,7 +119,7 @@ func (k *Keeper) begin(ctx context.Context, s *set, of Set) (map[int]State, erro
 	return s.after(answers), nil
 }
 
-// refusal says what a driver's code means.
+// refusal puts a driver's code into words.
 func refusal(code int) error {
 	switch code {
 	case codeOutOfMemory:
@@ -181,7 +181,7 @@ func (k *Keeper) unlockAll(ctx context.Context, s *set) error {
 		return k.breaks(s, fmt.Errorf("unlock process %d: %w", pid, refusal(code)))
 	}
 	if list := append(s.in(states, Failed), s.in(states, Checkpointed)...); len(list) > 0 {
-		return k.breaks(s, fmt.Errorf("process %d was only to be locked, and the driver says that it is in state %d",
+		return k.breaks(s, fmt.Errorf("process %d was only to be locked, and it is in state %d",
 			list[0].PID, states[list[0].PID]))
 	}
 	return k.forget(s)
@@ -204,8 +204,8 @@ func (k *Keeper) lockRest(ctx context.Context, s *set) error {
 	return nil
 }
 
-// checkpoint moves the memory of a set to the host, from any state in which all its processes are locked
-// or checkpointed. states are theirs, or nil if they are unknown.
+// checkpoint moves the memory of a set to the host, where each of its processes is locked or checkpointed
+// already. states are theirs, or nil if they are unknown.
 func (k *Keeper) checkpoint(ctx context.Context, s *set, states map[int]State) error {
 	if err := k.save(s, func(r *Record) { r.Phase = Saving }); err != nil {
 		// Nothing was moved yet, or a successor goes on from the record that stands.
@@ -247,7 +247,7 @@ func (k *Keeper) rollBack(ctx context.Context, s *set) error {
 
 func (k *Keeper) checkpointRest(ctx context.Context, s *set, states map[int]State) (done bool, err error) {
 	if list := s.in(states, Failed); len(list) > 0 {
-		return false, k.breaks(s, fmt.Errorf("the driver says that process %d has failed", list[0].PID))
+		return false, k.breaks(s, fmt.Errorf("process %d has failed", list[0].PID))
 	}
 	if list := s.in(states, Running); len(list) > 0 {
 		return false, k.breaks(s, fmt.Errorf("process %d was unlocked by another program", list[0].PID))
@@ -332,7 +332,7 @@ func (k *Keeper) restore(ctx context.Context, s *set) error {
 
 func (k *Keeper) restoreRest(ctx context.Context, s *set, states map[int]State) (done bool, err error) {
 	if list := s.in(states, Failed); len(list) > 0 {
-		return false, k.breaks(s, fmt.Errorf("the driver says that process %d has failed", list[0].PID))
+		return false, k.breaks(s, fmt.Errorf("process %d has failed", list[0].PID))
 	}
 	if list := append(s.in(states, Checkpointing), s.in(states, RestoringMemory)...); len(list) > 0 {
 		return false, fmt.Errorf("the driver is still moving memory of process %d", list[0].PID)
@@ -360,7 +360,7 @@ func (k *Keeper) restoreRest(ctx context.Context, s *set, states map[int]State) 
 
 func stays(a answer, want State) bool { return a.State != nil && *a.State == want }
 
-// noRoom parks a set again, some processes of which the driver had room for.
+// noRoom parks a set again. The driver may have had room for some of its processes.
 func (k *Keeper) noRoom(ctx context.Context, s *set) error {
 	err := k.lockRest(ctx, s)
 	if err == nil {
@@ -370,17 +370,14 @@ func (k *Keeper) noRoom(ctx context.Context, s *set) error {
 }
 
 // Settle goes on from what a process before this one has left, and forgets sets whose processes have all
-// ended. It is cheap while there is nothing to do. The error names the sets for which the driver did not
-// answer; Settle is to be called again.
+// ended. It is cheap while there is nothing to do. Where the driver does not answer,
+// it returns an error that names the sets, and is to be called again.
 func (k *Keeper) Settle(ctx context.Context) error {
 	var errs []error
 	for _, r := range k.Sets() {
-		s, err := k.enter(ctx, r.Key, nil)
-		if err != nil {
-			return errors.Join(append(errs, err)...)
-		}
+		s := k.enterNow(r.Key)
 		if s == nil {
-			continue
+			continue // a step of it is under way
 		}
 		if err := k.settle(ctx, s); err != nil && !errors.Is(err, ErrBroken) {
 			errs = append(errs, err)
