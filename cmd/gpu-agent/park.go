@@ -28,7 +28,7 @@ const spareMemory = 2 << 30
 func newParkProcess() *cobra.Command {
 	var driverRoot, proc string
 	c := &cobra.Command{
-		Use: parkCommand, Hidden: true,
+		Use: parkCommand, Hidden: true, Args: cobra.NoArgs,
 		Short: "make one step of a container's park, which standard input names (the agent starts it)",
 		RunE: func(c *cobra.Command, _ []string) error {
 			return park.Serve(c.InOrStdin(), c.OutOrStdout(), proc, func() (park.Library, error) {
