@@ -152,6 +152,8 @@ func fullGPUNode(t *testing.T) *gpunode.Status {
 			Resource:   "example.com/gpu-mem", Kind: piece.KindUnits, Total: 79, Used: piece.SetOf([]int{0, 1, 2, 9}), Free: 75, Largest: 75,
 			MIG: &gpunode.MIG{Card: "c", OnDemand: true, Used: []string{"1g.10gb@0"}, Blocked: []string{"1g.10gb@1"}, Warm: []string{"3g.40gb@4"},
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
+			Spot: &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: 40, Used: piece.SetOf([]int{3}), UsedPlacements: []string{"1g.10gb@2"}, Lent: piece.SetOf([]int{9}), Free: 38, Largest: 38,
+				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb.spot", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
 			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "example.com/gpu-mem", Devices: piece.SetOf([]int{0, 9}), Placements: []string{"3g.40gb@4"}, ComputePercent: 26}},
 		}},
 		Cards: []gpunode.Card{{Name: "c", MemorySlices: 8, Profiles: []gpunode.Profile{{Name: "3g.40gb", ComputeSlices: 3, MemorySlices: 4, Starts: []int{0, 4}, Max: 2,
@@ -264,7 +266,7 @@ func (s *apiServer) tryGPUNodes(t *testing.T) {
 			cells = append(cells, fmt.Sprintf("%s=%v", name, c))
 		}
 	}
-	if got, want := strings.Join(cells, "; "), "Name=node-1; GPUs=1; Modes=1 shared; Free=gpu-mem 75/79; Largest=gpu-mem 75; Used%=5; Unhealthy=1; Ready=True; Holders=GPUNode"; got != want {
+	if got, want := strings.Join(cells, "; "), "Name=node-1; GPUs=1; Modes=1 shared; Free=gpu-mem 75/79, gpu-mem.spot 38/40; Largest=gpu-mem 75, gpu-mem.spot 38; Used%=5; Unhealthy=1; Ready=True; Holders=GPUNode"; got != want {
 		t.Errorf("kubectl get gpunodes shows\n%s, want\n%s", got, want)
 	}
 	s.refuseGPUNodes(t)
