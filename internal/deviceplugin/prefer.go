@@ -152,6 +152,7 @@ func (f *FrontEnd) covered(r *Resource) *coverage {
 			for _, id := range e.ids {
 				c.lent[id] = true
 			}
+		case a.Out() && a.Kind() != r.Kind: // it waits until the GPU has such a piece again
 		case e == nil || a.Kind() != r.Kind:
 			for _, u := range a.GPUs() {
 				c.gpus[u] = true

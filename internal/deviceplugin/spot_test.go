@@ -183,6 +183,31 @@ func TestPreferOverSpot(t *testing.T) {
 	}
 }
 
+// A spot holder that waits until its GPU has its pieces again is in the way of no choice among what the GPU has now.
+func TestPreferBesideAFormerLayout(t *testing.T) {
+	d, _, _ := spotted(t, 1, 0)
+	u := nth(0)
+	a, err := d.Allocate(spotName, ids(u, 5))
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.ledger.SetLayoutYields(map[string]bool{a.ID: true})
+	d.ledger.SetOut(a.ID, a.Epoch)
+	inv := machine(1)
+	d.Publish(func(held []ledger.Allocation) *Offer {
+		changes := plan.Make(plan.Input{Inventory: inv, Layouts: map[gpu.UUID]plan.Layout{}, Unit: 1024, Allocations: held,
+			Wanted: []config.Want{{GPU: u, Mode: config.Shared, Replicas: 3, API: ledger.DevicePlugin}}})
+		return Build(Input{Inventory: inv, Changes: &changes, Held: held, Names: names})
+	})
+	if _, err := d.Allocate("example.com/gpu.shared", ids(u, 0)); err != nil {
+		t.Fatal(err)
+	}
+	// The pod was deleted by force, and its container has not ended.
+	if got, err := d.Prefer("example.com/gpu.shared", ids(u, 0, 1, 2), nil, 1); err != nil || slices.Equal(got, ids(u, 0)) {
+		t.Errorf("%v, %v: what another pod has is chosen before what is free", got, err)
+	}
+}
+
 // Of placements on demand, too: room that nobody has, then that of the youngest spot holder.
 func TestPreferPlacementsOverSpot(t *testing.T) {
 	card := a100.card(t)
