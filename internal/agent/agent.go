@@ -200,18 +200,18 @@ func New(o Options, w Worlds) *Agent {
 	}, shown.ready, o.Log)
 	w.Account.begin(l.ledger, &w, reporter.last, waker.wake, o.Log)
 
-	yields := newYielder(&o, &w, l.ledger, front, l.witnesses, l.ration)
+	l.yields = newYielder(&o, &w, l.ledger, front, l.witnesses, l.ration)
 	parks := newParker(&w, l.ledger, l.witnesses.Ask, o.Log, l.ration)
-	yields.parker = parks
+	l.yields.parker = parks
 	bg := &background{
 		remarks:    []func() []status.Condition{object.conditions, announcer.conditions, w.Account.conditions},
-		afterRound: []func(bool){object.turn, w.Account.round, yields.turn, l.lender.Heard, parks.turn},
+		afterRound: []func(bool){object.turn, w.Account.round, l.yields.turn, l.lender.Heard, parks.turn},
 	}
 	bg.add(true, func(ctx context.Context) error { return abandon(ctx, faults.follow) },
 		l.reader.links.follow, l.witnesses.Follow, l.witnesses.AwaitReleases, claims.run)
-	bg.add(true, yields.run)
+	bg.add(true, l.yields.run)
 	bg.add(parks != nil, parks.run)
-	bg.add(w.Evict != nil, yields.evictAll)
+	bg.add(w.Evict != nil, l.yields.evictAll)
 	bg.add(w.MPS != nil, l.mps.follow)
 	bg.add(w.Cluster != nil || w.Features != nil, announcer.run)
 	bg.add(w.GPUNodes != nil, object.run)

@@ -36,6 +36,7 @@ type loop struct {
 	gates      *gatekeeper
 	offering   *offering
 	journal    *journal
+	yields     *yielder
 	reporter   reports
 	background *background
 	observer   Observer

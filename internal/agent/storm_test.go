@@ -474,11 +474,13 @@ func (s *storm) start() {
 	s.agent = New(Options{
 		Domain: "example.com", ResourceDomain: "example.com", MemoryUnit: s.attack.unit, Node: "node-1", Pod: ownPod, Boot: s.boot,
 		Health: health.Options{Ignored: health.DefaultIgnored, Hold: testHold, Probe: testHold / 4}, Log: s.logger,
-	}, Worlds{Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, DRA: s.claims.worlds(), Observer: s})
+		YieldGrace: 10 * time.Millisecond,
+	}, Worlds{End: s.endYielding, Driver: s, Files: stormFiles{s}, Caps: &s.pages, Kubelet: s, Runtime: stormRuntime{s}, Plugins: s, Store: s, DRA: s.claims.worlds(), Observer: s})
 	s.note("an agent starts; %d allocations in the journal", len(s.journal))
 	s.agent.loop.remember()
 	agent := s.agent
 	go func() { _ = agent.claims.run(ctx) }()
+	go func() { _ = agent.loop.yields.run(ctx) }()
 	go func() { _ = s.agent.loop.witnesses.Follow(ctx) }()
 	go func() {
 		running := map[string]bool{}
@@ -1254,12 +1256,37 @@ func (s *storm) crowd(live []*stormPod) {
 		{"app", map[string]int{offered[s.rng.IntN(len(offered))]: 1 + s.rng.IntN(3)*s.rng.IntN(2)}}}})
 }
 
-// yields ends some of the spot containers whose room is wanted, as the agent does when their grace is over.
+// endYielding ends a container for the agent, which may end only what has room in the spot tier that is wanted.
+func (s *storm) endYielding(_ context.Context, k *node.Container) (string, error) {
+	how, err := "", error(gpu.ErrNotFound)
+	s.locked(func() {
+		s.endLocked(func(c *stormContainer) bool {
+			if c.ID != k.ID {
+				return false
+			}
+			how, err = "storm", nil
+			yields := false
+			for resource, ids := range c.ids {
+				a, ok := s.agent.ledger.Get(cdi.Key(resource, ids))
+				yields = yields || ok && a.Tier == ledger.Spot && a.Yielding()
+			}
+			if !yields {
+				s.t.Errorf("%s is ended, which has no room that is wanted: %v", c.ID, c.ids)
+			}
+			s.done["ended by the agent"]++
+			return !c.hangs
+		})
+	})
+	s.telling()
+	return how, err
+}
+
+// yields has some of the spot containers end by themselves whose room is wanted.
 func (s *storm) yields() {
 	s.locked(func() {
 		s.endLocked(func(c *stormContainer) bool {
 			for resource, ids := range c.ids {
-				if a, ok := s.agent.ledger.Get(cdi.Key(resource, ids)); ok && a.Yielding() && s.rng.IntN(6) == 0 {
+				if a, ok := s.agent.ledger.Get(cdi.Key(resource, ids)); ok && a.Yielding() && s.rng.IntN(20) == 0 {
 					s.done["yielded"]++
 					if len(a.Yield.To) > 0 {
 						s.done["yielded to a pod"]++
@@ -1375,7 +1402,7 @@ func runStorm(t *testing.T, withMIG, tiers bool) {
 				t.Errorf("an allocation went from %s to %s, which is not in the table", tr.From, tr.To)
 			}
 		}
-		for _, what := range []string{"spot runs", "yielded", "yielded to a pod"} {
+		for _, what := range []string{"spot runs", "yielded", "yielded to a pod", "ended by the agent"} {
 			if tiers && *stormSteps >= 20_000 && s.done[what] < *stormSteps/2000 && !t.Failed() {
 				t.Errorf("%q happened %d times", what, s.done[what])
 			}
