@@ -1328,8 +1328,8 @@ func (s *storm) checkRefusal(knew offer, resource string, free, must []string, n
 		return
 	}
 	// The refusal may have been that of an agent that has just ended.
-	if _, err = s.agent.front.Prefer(resource, slices.Clone(free), nil, n); err != nil && s.offer().offer == knew.offer {
-		s.t.Errorf("%d of %s were refused, and %d could be given: %v\nfree %v\n%+v\n%+v", n, resource, of, err, free, knew.offer.Resources[at].Devices, knew.allocations)
+	if _, again := s.agent.front.Prefer(resource, slices.Clone(free), nil, n); again != nil && s.offer().offer == knew.offer {
+		s.t.Errorf("%d of %s were refused, and %d could be given: %v\nfree %v\n%+v\n%+v", n, resource, of, errors.Join(err, again), free, knew.offer.Resources[at].Devices, knew.allocations)
 	}
 }
 
