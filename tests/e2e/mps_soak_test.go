@@ -301,3 +301,35 @@ func TestMPSSoak(t *testing.T) {
 		t.Errorf("the test looked %d times at %d faults", s.looks, done)
 	}
 }
+
+// TestMPSStart: a container with a share through MPS starts as soon as one whose containers take turns, but
+// for 50 ms, in the middle of many.
+func TestMPSStart(t *testing.T) {
+	if !*long {
+		t.Skip("make soak runs it, with -long")
+	}
+	b := begin(t, oneShared, oneSharedOffers)
+	file := strings.Replace(oneUnderMPS, "    - devices: [1, 2,", "    - devices: [1]\n      mode: shared\n      replicas: 2\n    - devices: [2,", 1)
+	b.redeploy(lab.DeployOptions{Partitions: file, Components: []string{"mps"}})
+	b.offers(map[string]int{lab.Memory: units, lab.Replicas: 2})
+	b.computeMode(computeExclusive)
+	took := map[string][]time.Duration{}
+	for i := range 20 {
+		for kind, resource := range map[string]string{"share": lab.Memory, "turns": lab.Replicas} { // in either order
+			began := time.Now()
+			pod := b.pod(fmt.Sprintf("%s-%d", kind, i), resource, 1)
+			b.must(pod.Running(b.ctx))
+			took[resource] = append(took[resource], time.Since(began))
+			b.must(pod.Delete(b.ctx))
+		}
+	}
+	middle := func(all []time.Duration) time.Duration {
+		slices.Sort(all)
+		return all[len(all)/2]
+	}
+	with, without := middle(took[lab.Memory]), middle(took[lab.Replicas])
+	t.Logf("with a share %v, taking turns %v (p50 of %d each, emulated)", with.Round(time.Millisecond), without.Round(time.Millisecond), 20)
+	if with > without+50*time.Millisecond {
+		t.Errorf("a container with a share starts %v later", with-without)
+	}
+}
