@@ -369,7 +369,7 @@ func TestContainersAreNotBelieved(t *testing.T) {
 // TestUnreachable: a daemon without a socket that has servers is not ended.
 func TestUnreachable(t *testing.T) {
 	t.Parallel()
-	w, _, _ := fresh(t)
+	w, _, stop := fresh(t)
 	w.sync(Want{GPU: gpuA, Percent: 26})
 	one := w.clients(1)[0]
 	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
@@ -379,6 +379,12 @@ func TestUnreachable(t *testing.T) {
 	now := w.is(NewClient(w.state), gpuA, Unreachable)
 	if now.PID != d.PID || now.Open || len(now.Servers) != 1 || now.Servers[0].PID != d.Servers[0].PID {
 		t.Errorf("%+v, was %+v", now, d)
+	}
+	stop() // a successor sees the servers, too: otherwise the agent could not know them from a program
+	w.run(w.options())
+	now = w.is(NewClient(w.state), gpuA, Unreachable)
+	if len(now.Servers) != 1 || now.Servers[0].PID != d.Servers[0].PID {
+		t.Errorf("a successor has %+v, want server %d", now, d.Servers[0].PID)
 	}
 	// When the agent has seen that no client is left, another daemon takes its place.
 	w.sync(Want{GPU: gpuA, Percent: 26, Serve: true, EndOrphans: true})

@@ -132,8 +132,8 @@ func (k *keeper) note(err error) {
 		d.Serving, d.ServeAt = k.stood > 0, k.serveAt
 		if k.process == (process{}) {
 			d.Version, d.Percent = "", 0
-			if p == nil || p.Code != Orphans {
-				d.Servers = nil
+			if p == nil || p.Code != Orphans && p.Code != Unreachable {
+				d.Servers = nil // otherwise the servers are of a daemon that is not this keeper's
 			}
 		}
 	})

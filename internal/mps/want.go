@@ -60,8 +60,8 @@ type Daemon struct {
 	// Percent is the default active thread percentage as read back in the last round; zero if it
 	// could not be read.
 	Percent float64 `json:"percent,omitempty"`
-	// Servers is what the daemon lists. With the problem Orphans, it has the servers that a dead
-	// daemon left, by PID alone.
+	// Servers is what the daemon lists. With the problems Orphans and Unreachable, it has the servers
+	// of a daemon that is dead, or has lost its socket, by PID alone.
 	Servers []Server `json:"servers,omitempty"`
 	// Answered is the heartbeat: when the daemon last answered a control command, as time since
 	// boot (CLOCK_BOOTTIME); zero if it never has.
