@@ -610,7 +610,7 @@ func (n *lendingNode) tryJob() (runs bool) {
 func TestLendingWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(44, 4))
 	met := map[string]int{}
-	for range 5 {
+	for range max(1, *stormSteps/1000) {
 		inLending(t, func(n *lendingNode) {
 			file, job := allLend, false
 			wants := func() (wants bool) {

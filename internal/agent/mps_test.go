@@ -305,22 +305,24 @@ func TestMPSServer(t *testing.T) {
 		if why, _ := b.loop.mps.gate(uuid(0)); !strings.Contains(why.Message, "NoServer: it has ended") {
 			t.Errorf("a container may start, %+v", why)
 		}
-		tries := len(modes)
+		var tries int
+		o.mps.with(func() { tries = len(modes) })
 		if open > 2*tries || tries < 3 || tries > 5 || b.mode() != gpu.ComputeProhibited {
 			t.Errorf("open for %d of %d questions at %d tries, mode %s", open, 4*serverPause/mpsEvery, tries, b.mode())
 		}
-		held = false
+		o.mps.with(func() { held = false })
 		pause(serverPause + 4*mpsEvery)
 		b.want("applied", twoUnits, "")
-		if i := slices.IndexFunc(modes, func(m gpu.ComputeMode) bool { return m != gpu.ComputeExclusiveProcess }); i >= 0 {
-			t.Errorf("the modes were %v when a server was started", modes)
-		}
+		o.mps.with(func() {
+			if i := slices.IndexFunc(modes, func(m gpu.ComputeMode) bool { return m != gpu.ComputeExclusiveProcess }); i >= 0 {
+				t.Errorf("the modes were %v when a server was started", modes)
+			}
+		})
 		if b.mode() != gpu.ComputeExclusiveProcess {
 			t.Errorf("a server stands, and the mode is %s", b.mode())
 		}
 		// The server ends, and another cannot start.
-		held = true
-		o.mps.with(func() { d := o.mps.daemons[uuid(0)]; d.Serving, d.Servers = false, nil })
+		o.mps.with(func() { d := o.mps.daemons[uuid(0)]; held, d.Serving, d.Servers = true, false, nil })
 		pause(4 * mpsEvery)
 		b.want("failed", twoUnitsX, "")
 		if b.mode() != gpu.ComputeProhibited {

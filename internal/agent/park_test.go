@@ -129,7 +129,7 @@ func TestSpotIsParked(t *testing.T) {
 			t.Errorf("the guaranteed container starts after %v, and the copy takes %v", at, k.took)
 		}
 		equal(t, "ended or evicted", y.list(), nil)
-		equal(t, "counted", y.counted, []string{"parked 1s"})
+		equal(t, "counted", y.counts(), []string{"parked 1s"})
 		if b.phaseOf(batch) != ledger.Parked || !b.held() {
 			t.Errorf("%s, newcomers held: %v", b.phaseOf(batch), b.held())
 		}

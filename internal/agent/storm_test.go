@@ -1379,7 +1379,11 @@ func (s *storm) turn(when string) {
 func runStorm(t *testing.T, withMIG, tiers bool) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStorm(t, withMIG, tiers)
-		for i := range *stormSteps {
+		steps := *stormSteps
+		if tiers { // there are two of these
+			steps /= 2
+		}
+		for i := range steps {
 			if i%1000 == 0 && s.claims.turn > 0 {
 				s.partition = s.throughBoth()
 				if s.tiers {
@@ -1403,13 +1407,13 @@ func runStorm(t *testing.T, withMIG, tiers bool) {
 			}
 		}
 		for _, what := range []string{"spot runs", "yielded", "yielded to a pod", "ended by the agent"} {
-			if tiers && *stormSteps >= 20_000 && s.done[what] < *stormSteps/2000 && !t.Failed() {
+			if tiers && steps >= 20_000 && s.done[what] < steps/2000 && !t.Failed() {
 				t.Errorf("%q happened %d times", what, s.done[what])
 			}
 		}
 		s.quit()
 		time.Sleep(time.Minute) // what the driver is in the middle of comes to its end
-		t.Logf("%d steps: %v", *stormSteps, s.done)
+		t.Logf("%d steps: %v", steps, s.done)
 	})
 }
 

@@ -94,6 +94,13 @@ func (y *yields) Evict(_ context.Context, p workload.Pod, grace time.Duration) e
 	return nil
 }
 
+// counts returns what was counted.
+func (y *yields) counts() []string {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	return slices.Clone(y.counted)
+}
+
 func (y *yields) Yielded(way string, took time.Duration) {
 	y.mu.Lock()
 	defer y.mu.Unlock()
@@ -231,7 +238,7 @@ func TestSpotIsEndedAfterItsGrace(t *testing.T) {
 		if at := started(); at < testGrace || at > testGrace+2*time.Second {
 			t.Errorf("the guaranteed container starts after %v", at)
 		}
-		equal(t, "counted", y.counted, []string{"ended 20s"})
+		equal(t, "counted", y.counts(), []string{"ended 20s"})
 		if e := b.eventsOf(" Yielded: "); len(e) != 1 || !strings.HasPrefix(e[0], "batch Normal ") || !strings.Contains(e[0], "it was given to ns/api; it ends by ") {
 			t.Errorf("told %q", e)
 		}
@@ -276,7 +283,7 @@ func TestSpotIsEvicted(t *testing.T) {
 				}
 				time.Sleep(12 * time.Second)
 				equal(t, "done", y.list(), test.done)
-				equal(t, "counted", y.counted, test.counted)
+				equal(t, "counted", y.counts(), test.counted)
 				if started() < 0 {
 					t.Error("the guaranteed container has not started")
 				}
@@ -317,7 +324,7 @@ func TestSpotKeepsWhatIsNotWantedAnyLonger(t *testing.T) {
 		b.remove("api")
 		time.Sleep(grace)
 		equal(t, "afterwards", y.list(), nil)
-		equal(t, "counted", y.counted, nil)
+		equal(t, "counted", y.counts(), nil)
 		if by := b.caps.notice(t, spotResource, unitsOn(0, 2, 3)); !by.IsZero() {
 			t.Errorf("its programs are told %v", by)
 		}
@@ -472,8 +479,8 @@ func TestEndThatTakesLong(t *testing.T) {
 		equal(t, "done", y.list(), []string{"end batchc 20s", "end batchc 21s", "end batchc 22s", "end batchc 23s", "end batchc 24s"})
 		b.exit("batchc")
 		time.Sleep(2 * time.Second)
-		if len(y.counted) != 1 || !strings.HasPrefix(y.counted[0], "ended 2") {
-			t.Errorf("counted %q", y.counted)
+		if got := y.counts(); len(got) != 1 || !strings.HasPrefix(got[0], "ended 2") {
+			t.Errorf("counted %q", got)
 		}
 	})
 }
