@@ -53,8 +53,9 @@
 //
 // Where a partition offers a GPU's room a second time, its devices are listed under two resources, with the same
 // IDs: gpu-mem and gpu-mem.spot. The list of the guaranteed one is as if there were no spot pods. That of the spot
-// one has what no guaranteed allocation has, and changes with each. Prefer takes free room before room that spot
-// pods have, and then the room of the fewest. The ledger has a spot allocation yield to the guaranteed one that
+// one has what no guaranteed allocation has, and changes with each. Prefer packs the units of guaranteed pods as if
+// there were no spot pods. On that GPU, and among equal GPUs, it takes free room first, and then the room of the fewest
+// spot pods. The ledger has a spot allocation yield to the guaranteed one that
 // was made over it; the guaranteed container waits at its gate until no container of the spot allocation runs.
 //
 // # Evidence

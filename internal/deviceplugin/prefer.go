@@ -200,17 +200,17 @@ func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, err
 	return out, nil
 }
 
-// units chooses units of one GPU that has enough idle ones. If no GPU has, spot allocations yield to a guaranteed
-// request, and a spot request gets what is lent. If that is not enough, it takes the GPU with the most units that
+// units chooses units of one GPU that has enough idle ones, for a guaranteed request those of spot allocations among them.
+// If no GPU has, a spot request gets what is lent. If that is not enough, it takes the GPU with the most units that
 // are idle, of spot or lent, among those where the request fits, then the one of lowest rank. There it takes all of
 // these, and the rest from those with allocations.
 func (s *supply) units(n int, rank map[gpu.UUID]int) ([]string, error) {
-	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
-	if errors.Is(err, gpu.ErrNoRoom) && len(s.spot) > 0 {
+	if len(s.spot) > 0 {
 		if must, available, ok := s.unitsOverSpot(n, rank); ok {
 			return timeslice.PreferUnits(available, must, n, rank)
 		}
 	}
+	out, err := timeslice.PreferUnits(s.idle, s.must, n, rank)
 	if len(s.lent) > 0 && errors.Is(err, gpu.ErrNoRoom) {
 		out, err = s.unitsWith(s.idle, s.lent, n, rank)
 	}

@@ -4,6 +4,7 @@ package deviceplugin
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"time"
 
@@ -153,29 +154,36 @@ func yielders(of []*spotHolder, u gpu.UUID, n int) []*spotHolder {
 	return out
 }
 
-// unitsOverSpot chooses n units of one GPU, with as few spot holders on them as can be. ok is false if no GPU
-// has so many that no guaranteed allocation has.
+// unitsOverSpot chooses n units of the GPU that a request would get if there were no spot allocations: the fullest one
+// with room. So guaranteed allocations are packed as without the tier, and leave as much room together on one GPU. Among
+// equals, and on the GPU, it takes idle units first, and then those of the fewest spot holders. ok is false if no GPU has
+// so many units that no guaranteed allocation has.
 func (s *supply) unitsOverSpot(n int, rank map[gpu.UUID]int) (must, available []string, ok bool) {
 	type choice struct {
-		gpu     gpu.UUID
-		yield   []*spotHolder
-		running int // of yield, those that have not yielded yet
+		gpu        gpu.UUID
+		idle, room int // room is what there is without spot allocations, idle what there is beside them
+		yield      []*spotHolder
+		running    int // of yield, those that have not yielded yet
 	}
-	gpus := map[gpu.UUID]bool{}
+	idle := byGPU(s.idle)
+	room := maps.Clone(idle)
 	for _, h := range s.spot {
-		for u := range h.on {
-			gpus[u] = true
+		for u, ids := range h.on {
+			room[u] += len(ids)
 		}
 	}
 	if len(s.must) > 0 {
-		gpus = map[gpu.UUID]bool{onGPU(s.must[0]): true}
+		u := onGPU(s.must[0])
+		room = map[gpu.UUID]int{u: room[u]}
 	}
-	idle := byGPU(s.idle)
 	var choices []choice
-	for u := range gpus {
-		c := choice{gpu: u, yield: yielders(s.spot, u, n-len(s.must)-idle[u])}
-		if c.yield == nil {
-			continue
+	for u, have := range room {
+		short := n - len(s.must) - idle[u]
+		c := choice{gpu: u, idle: idle[u], room: have}
+		if short > 0 {
+			if c.yield = yielders(s.spot, u, short); c.yield == nil {
+				continue
+			}
 		}
 		for _, h := range c.yield {
 			if !h.out {
@@ -188,19 +196,30 @@ func (s *supply) unitsOverSpot(n int, rank map[gpu.UUID]int) (must, available []
 		return nil, nil, false
 	}
 	best := slices.MinFunc(choices, func(a, b choice) int {
-		return cmp.Or(cmp.Compare(a.running, b.running), cmp.Compare(len(a.yield), len(b.yield)),
-			younger(a.yield[0], b.yield[0]), cmp.Compare(rank[a.gpu], rank[b.gpu]), cmp.Compare(a.gpu, b.gpu))
+		if c := cmp.Or(cmp.Compare(a.room, b.room), cmp.Compare(a.running, b.running),
+			cmp.Compare(len(a.yield), len(b.yield))); c != 0 {
+			return c
+		}
+		if len(a.yield) > 0 {
+			if c := younger(a.yield[0], b.yield[0]); c != 0 {
+				return c
+			}
+		}
+		return cmp.Or(cmp.Compare(a.idle, b.idle), cmp.Compare(rank[a.gpu], rank[b.gpu]), cmp.Compare(a.gpu, b.gpu))
 	})
-	must = slices.Clone(s.must)
+	var there []string
 	for _, id := range s.idle {
 		if onGPU(id) == best.gpu {
-			must = append(must, id)
+			there = append(there, id)
 		}
+	}
+	if len(best.yield) == 0 {
+		return s.must, there, true
 	}
 	for _, h := range best.yield {
 		available = append(available, h.on[best.gpu]...)
 	}
-	return must, available, true
+	return slices.Concat(s.must, there), available, true
 }
 
 // wholeOverSpot returns n GPUs that spot pods have, those first whose holders yield first. It returns fewer if

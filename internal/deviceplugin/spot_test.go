@@ -130,8 +130,9 @@ func TestMostOfSpot(t *testing.T) {
 	}
 }
 
-// A guaranteed request gets free room first, then room over the fewest spot holders, among equals the youngest,
-// and devices of other guaranteed allocations last.
+// A guaranteed request gets the GPU that it would get without spot holders, of equal ones that with free room. There it
+// gets free room first, then room over the fewest spot holders, among equals the youngest, and devices of other guaranteed
+// allocations last.
 func TestPreferOverSpot(t *testing.T) {
 	type held struct {
 		resource string
@@ -148,7 +149,9 @@ func TestPreferOverSpot(t *testing.T) {
 		"one holder, not two":   {[]held{{spotName, ids(a, 0, 1, 2)}, {spotName, ids(a, 3, 4, 5)}, {spotName, ids(b, 0, 1, 2, 3, 4, 5)}}, 8, ids(b, 0, 1, 2, 3, 4, 5, 6, 7)},
 		"the youngest":          {[]held{{spotName, ids(a, 0, 1, 2, 3, 4, 5)}, {spotName, ids(b, 0, 1, 2, 3, 4, 5)}}, 5, ids(b, 0, 1, 2, 6, 7)},
 		"the one that is large": {[]held{{spotName, ids(a, 0, 1, 2)}, {spotName, ids(a, 3)}, {memName, ids(a, 4, 5, 6, 7)}, {memName, ids(b, 0, 1, 2, 3, 4, 5, 6)}}, 3, ids(a, 0, 1, 2)},
-		"not over guaranteed":   {[]held{{memName, ids(a, 0, 1, 2, 3, 4)}, {spotName, ids(b, 0, 1, 2, 3, 4)}}, 6, ids(b, 0, 1, 2, 5, 6, 7)},
+		// As without spot pods: then a GPU is left for a pod that needs all of it.
+		"the fullest GPU":     {[]held{{memName, ids(a, 0, 1, 2, 3)}, {spotName, ids(a, 4, 5, 6, 7)}}, 4, ids(a, 4, 5, 6, 7)},
+		"not over guaranteed": {[]held{{memName, ids(a, 0, 1, 2, 3, 4)}, {spotName, ids(b, 0, 1, 2, 3, 4)}}, 6, ids(b, 0, 1, 2, 5, 6, 7)},
 		// The kubelet gives the devices of pods that were deleted by force again, while their containers run.
 		"room of one that is ending, beside spot": {[]held{{spotName, ids(a, 0, 1, 2)}, {"forced", ids(a, 3, 4, 5)}, {memName, ids(b, 0, 1, 2, 3)}}, 7, ids(a, 0, 1, 2, 3, 4, 6, 7)},
 	} {
