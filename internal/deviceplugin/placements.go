@@ -176,7 +176,6 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 	rank := rank(f.ledger, v, r)
 	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
 
-	// Room that spot pods have comes last.
 	choose := func(t ledger.Tier, free []mig.Place) ([]mig.Place, error) {
 		rooms := f.ledger.Rooms(gpus, t)
 		offers := make([]mig.Offer, 0, len(gpus))
@@ -195,20 +194,27 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 		}
 		return mig.Prefer(offers, free, given, n)
 	}
-	chosen, err := choose(ledger.Spot, free)
+	tier := ledger.Spot
 	if r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0 {
-		// What guaranteed allocations have comes after what spot allocations have.
-		unheld, least := f.unheld(free, n == len(given)+1)
-		var other error
-		if chosen, other = choose(ledger.Spot, unheld); other != nil {
-			chosen, other = choose(ledger.Guaranteed, least)
-		}
-		if other != nil {
-			chosen, err = choose(ledger.Guaranteed, free)
-		} else {
-			err = nil
+		tier = ledger.Guaranteed
+		// What guaranteed allocations have comes after what spot allocations have. Each GPU gets what it would
+		// get without those, so that guaranteed allocations are packed as without the tier. On it, places come
+		// first that fewer spot allocations have.
+		unheld := f.unheld(free)
+		if without, err := choose(ledger.Guaranteed, unheld); err == nil {
+			elsewhere := func(p mig.Place) bool {
+				return !slices.ContainsFunc(without, func(c mig.Place) bool { return c.GPU == p.GPU })
+			}
+			free = slices.DeleteFunc(slices.Clone(unheld), elsewhere)
+			if n == len(given)+1 {
+				free = f.leastSpot(free)
+			}
+			if _, err := choose(tier, free); err != nil {
+				free = unheld
+			}
 		}
 	}
+	chosen, err := choose(tier, free)
 	if err != nil {
 		return nil, err
 	}

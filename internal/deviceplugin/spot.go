@@ -239,32 +239,36 @@ func (s *supply) wholeOverSpot(n int) (out []string) {
 	return out
 }
 
-// unheld returns the places that no guaranteed allocation has. If one place is asked for, least are those of
-// them that the fewest spot allocations have room of, among equals those of the youngest; otherwise it is unheld.
-func (f *FrontEnd) unheld(places []mig.Place, one bool) (unheld, least []mig.Place) {
-	var spot []ledger.Allocation
+// unheld returns the places that no guaranteed allocation has.
+func (f *FrontEnd) unheld(places []mig.Place) []mig.Place {
 	held := map[mig.Place]bool{}
 	for _, a := range f.ledger.Allocations() {
 		if a.Tier == ledger.Spot {
-			if !a.Out() {
-				spot = append(spot, a)
-			}
 			continue
 		}
 		for i := range a.Grants {
 			held[unsized(mig.Place{GPU: a.Grants[i].GPU, Placement: piece.At(a.Grants[i].Piece)})] = true
 		}
 	}
-	unheld = slices.DeleteFunc(slices.Clone(places), func(p mig.Place) bool { return held[unsized(p)] })
-	if !one {
-		return unheld, unheld
+	return slices.DeleteFunc(slices.Clone(places), func(p mig.Place) bool { return held[unsized(p)] })
+}
+
+// leastSpot returns the places that the fewest spot allocations have room of, among equals those of the youngest.
+func (f *FrontEnd) leastSpot(places []mig.Place) (least []mig.Place) {
+	var spot []ledger.Allocation
+	for _, a := range f.ledger.Allocations() {
+		if a.Tier == ledger.Spot && !a.Out() {
+			spot = append(spot, a)
+		}
 	}
 	type cost struct {
 		n      int
 		oldest time.Time // of those that would yield
 	}
-	of := func(p mig.Place) (c cost) {
+	var best cost
+	for _, p := range places {
 		wanted := []ledger.Grant{{GPU: p.GPU, Piece: piece.Instance(p.Placement)}}
+		var c cost
 		for i := range spot {
 			if a := &spot[i]; f.ledger.Overlap(a.Grants, wanted) {
 				if c.n++; c.oldest.IsZero() || a.Given.Before(c.oldest) {
@@ -272,18 +276,14 @@ func (f *FrontEnd) unheld(places []mig.Place, one bool) (unheld, least []mig.Pla
 				}
 			}
 		}
-		return c
-	}
-	var best cost
-	for _, p := range unheld {
-		switch c := of(p); {
+		switch {
 		case least == nil || c.n < best.n || c.n == best.n && c.oldest.After(best.oldest):
 			best, least = c, []mig.Place{p}
 		case c == best:
 			least = append(least, p)
 		}
 	}
-	return unheld, least
+	return least
 }
 
 // unsized returns a place without the size of its placement, which an allocation may not know.

@@ -272,6 +272,42 @@ func TestPreferPlacementsOverSpot(t *testing.T) {
 	}
 }
 
+// Spot pods do not spread guaranteed ones over the GPUs: each goes to the GPU that it would get without them.
+func TestPlacementsArePackedAsWithoutSpot(t *testing.T) {
+	card := a100.card(t)
+	for _, spot := range []bool{false, true} {
+		d, clock := newDesk()
+		o := onDemand(map[gpu.UUID]*mig.Card{gpuA: card, gpuB: card}, nil)
+		for i := range len(o.Resources) {
+			r := o.Resources[i]
+			r.Name, r.Tier, r.Devices = InTier(r.Name, ledger.Spot), ledger.Spot, slices.Clone(r.Devices)
+			o.Resources = append(o.Resources, r)
+		}
+		slices.SortFunc(o.Resources, func(a, b Resource) int { return cmp.Compare(a.Name, b.Name) })
+		d.set(o)
+		take := func(resource string, ids ...string) {
+			t.Helper()
+			clock.pass(time.Second)
+			if _, err := d.Allocate(resource, ids); err != nil {
+				t.Fatal(err)
+			}
+		}
+		take("example.com/mig-1g.10gb", on(gpuA, "1g.10gb@6")...)
+		if spot {
+			take("example.com/mig-3g.40gb.spot", on(gpuA, "3g.40gb@0")...)
+			take("example.com/mig-2g.20gb.spot", on(gpuA, "2g.20gb@4")...)
+		}
+		var available []string
+		for _, u := range []gpu.UUID{gpuA, gpuB} {
+			available = append(available, on(u, "2g.20gb@0", "2g.20gb@2", "2g.20gb@4")...)
+		}
+		got, err := d.Prefer("example.com/mig-2g.20gb", available, nil, 1)
+		if err != nil || !strings.HasPrefix(got[0], string(gpuA)) {
+			t.Errorf("spot %v: %v, %v; the other GPU would lose its room for a 7g.80gb", spot, got, err)
+		}
+	}
+}
+
 // A guaranteed container waits until the spot container in its room has ended, also for one that is only about to
 // be created. The spot container's next start waits until the guaranteed one has ended.
 func TestGuaranteedWaitsForSpot(t *testing.T) {
