@@ -148,6 +148,17 @@ func TestNoServerBeforeThePercentage(t *testing.T) {
 	}
 }
 
+// TestSlowStart: a daemon that takes a while between its sockets is asked when it has both.
+func TestSlowStart(t *testing.T) {
+	t.Parallel()
+	w, _, _ := fresh(t)
+	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{BetweenSockets: 300 * time.Millisecond})
+	d := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
+	if d.Err() != nil || !d.Open || d.Percent != 26 || d.Starts != 1 {
+		t.Errorf("%+v, problem %v", d, d.Err())
+	}
+}
+
 // TestAnswers: an answer that cannot be read is a failure, and no size of it harms.
 func TestAnswers(t *testing.T) {
 	t.Parallel()

@@ -33,6 +33,7 @@ var suite = []struct {
 	{"Quit", quitDaemonIsReplaced, true},
 	{"Stopped", stoppedDaemonIsSilent, true},
 	{"DirectoryGone", directoryGone, true},
+	{"SocketsInTurn", socketsInTurn, false},
 	{"StaleSocket", staleSocket, true},
 	{"Adopt", successorAdopts, false},
 	{"Foreign", foreignDaemonIsLeftAlone, false},
@@ -249,9 +250,7 @@ func directoryGone(w *world) {
 	c := NewClient(w.state)
 	for _, gone := range []string{w.files(gpuA).control(), w.files(gpuA).pipe(), w.files(gpuA).base} {
 		old := daemonOf(w.sync(Want{GPU: gpuA, Percent: 26}), gpuA)
-		if err := os.RemoveAll(gone); err != nil {
-			w.t.Fatal(err)
-		}
+		w.vanish(gone)
 		var d Daemon
 		eventually(w.t, "the door is open again", func() error {
 			st := must(c.State(w.t.Context()))
@@ -266,6 +265,44 @@ func directoryGone(w *world) {
 			w.t.Error("the daemon was replaced, and its own directory was there")
 		}
 		w.oneDaemon(gpuA, d.PID, "26.0")
+	}
+}
+
+// vanish takes a directory away at once. A keeper makes it again at any moment, and RemoveAll would fail at
+// what the keeper puts into it meanwhile.
+func (w *world) vanish(dir string) {
+	w.t.Helper()
+	to := filepath.Join(w.state, "gone")
+	if err := errors.Join(os.Rename(dir, to), os.RemoveAll(to)); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// socketsInTurn: a daemon has the socket for control programs before the one for clients. So a keeper that
+// finds the second can ask.
+func socketsInTurn(w *world) {
+	f := w.files(gpuA)
+	if err := f.prepare(); err != nil {
+		w.t.Fatal(err)
+	}
+	if err := os.MkdirAll(filepath.Join(f.socket(), "in the way"), 0o755); err != nil {
+		w.t.Fatal(err)
+	}
+	for range 5 { // an order by chance is not right each time
+		cmd := v2{program{path: filepath.Join(w.driver.Programs[0], controlProgram)}, w.driver, !w.singleUser, deadline}.daemon(f, gpuA)
+		if err := cmd.Start(); err != nil {
+			w.t.Fatal(err)
+		}
+		late := time.AfterFunc(10*time.Second, func() { _ = cmd.Process.Kill() })
+		_ = cmd.Wait()
+		late.Stop()
+		path := filepath.Join(f.control(), privileged)
+		if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
+			w.t.Fatalf("a daemon that cannot make the socket for clients has left the other as %v, %v", info, err)
+		}
+		if err := os.Remove(path); err != nil {
+			w.t.Fatal(err)
+		}
 	}
 }
 

@@ -134,18 +134,26 @@ func daemonMain() int {
 	_ = os.Chmod(filepath.Join(dir, "log"), 0o777)
 	d.logf("Starting control daemon using socket %s/control", dir)
 	errs := make(chan error)
-	for name, mode := range map[string]os.FileMode{"control_privileged": 0o755, "control": 0o666} {
-		path := filepath.Join(dir, name)
+	// The socket for clients comes last, as NVIDIA's 535, 550 and 555 have it: a daemon that listens there
+	// listens for control programs, too.
+	for i, socket := range []struct {
+		name string
+		mode os.FileMode
+	}{{"control_privileged", 0o755}, {"control", 0o666}} {
+		if i > 0 {
+			time.Sleep(behaviour().BetweenSockets)
+		}
+		path := filepath.Join(dir, socket.name)
 		_ = os.Remove(path)
 		l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
 		if err != nil {
 			return 1
 		}
 		l.SetUnlinkOnClose(false)
-		if err := os.Chmod(path, mode); err != nil {
+		if err := os.Chmod(path, socket.mode); err != nil {
 			return 1
 		}
-		go func() { errs <- d.accept(l, name == "control_privileged") }()
+		go func() { errs <- d.accept(l, socket.name == "control_privileged") }()
 	}
 	if version() >= "550" {
 		_ = os.WriteFile(filepath.Join(dir, "nvidia-cuda-mps-control.pid"), []byte(strconv.Itoa(os.Getpid())), 0o666)

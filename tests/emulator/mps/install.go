@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -121,6 +122,8 @@ type Behaviour struct {
 	DieAt string `json:"dieAt,omitempty"`
 	// DieAtStart has daemons end before they listen.
 	DieAtStart bool `json:"dieAtStart,omitempty"`
+	// BetweenSockets is how long a new daemon takes from its first socket to its second.
+	BetweenSockets time.Duration `json:"betweenSockets,omitempty"`
 	// Mute has daemons answer no command.
 	Mute bool `json:"mute,omitempty"`
 	// Outlive has servers live on when their daemon is killed.
