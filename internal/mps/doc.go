@@ -62,13 +62,15 @@
 //
 // # Finding a daemon
 //
-// The kernel tells which process listens at a socket (SO_PEERCRED). A keeper adopts the process if
-// its arguments, its directory and GPU in the environment, and its program are right, and if it
-// still has the same start time afterwards. PID and start time identify it from then on. A socket
-// without a listener is stale and is removed. Before a start the keeper looks through /proc for
-// processes of its own mount namespace with this directory. It waits for a daemon that has not
-// listened yet. It reports servers of a dead daemon ([Orphans]) and starts none beside them, until
-// the agent has seen by the driver's lists that they have no clients (Want.EndOrphans).
+// The kernel tells which process listens at a socket (SO_PEERCRED). A daemon makes the socket for
+// control programs before the one for clients, so one that listens at control/control can be asked.
+// A keeper adopts the process if its arguments, its directory and GPU in the environment, and its
+// program are right, and if it still has the same start time afterwards. PID and start time
+// identify it from then on. A socket without a listener is stale and is removed. Before a start the
+// keeper looks through /proc for processes of its own mount namespace with this directory. It waits
+// for a daemon that has not listened yet. It reports servers of a dead daemon ([Orphans]) and
+// starts none beside them, until the agent has seen by the driver's lists that they have no clients
+// (Want.EndOrphans).
 //
 // # What it takes from a control program
 //
