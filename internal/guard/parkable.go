@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/park"
@@ -20,9 +19,10 @@ import (
 type Parkables struct {
 	Driver Driver
 	Proc   Proc
-	// Cgroups returns the directory of a container's own cgroup; node.Runtime implements it.
+	// Cgroups returns the directory of a container's own cgroup with the memory controller, and that of its hierarchy;
+	// node.Runtime implements it.
 	Cgroups interface {
-		CgroupDir(node.Owner) (string, error)
+		MemoryCgroup(node.Owner) (dir, root string, err error)
 	}
 	// Counters opens the usage page of an allocation on a GPU; lib.Pages implements it.
 	Counters interface {
@@ -65,11 +65,10 @@ func (p Parkables) Find(ctx context.Context, key string, c *node.Container, gpus
 		return park.Set{}, fmt.Errorf("container %s has no process on its GPUs: %w", c.ID, gpu.ErrNotFound)
 	}
 	slices.SortFunc(set.Processes, func(a, b park.Process) int { return cmp.Compare(a.PID, b.PID) })
-	dir, err := p.Cgroups.CgroupDir(owner)
-	if err != nil {
+	var err error
+	if set.Cgroup, set.CgroupRoot, err = p.Cgroups.MemoryCgroup(owner); err != nil {
 		return park.Set{}, err
 	}
-	set.Cgroup, set.CgroupRoot = dir, strings.TrimSuffix(dir, owner.Cgroup)
 	return set, nil
 }
 

@@ -37,9 +37,11 @@ func (n parkNode) Container(pid int) (node.Owner, error) {
 	}
 	return o, nil
 }
-func (n parkNode) Inside(int) (uint64, uint64, error)     { return 0, 0, gpu.ErrNotSupported }
-func (n parkNode) Check() error                           { return nil }
-func (n parkNode) CgroupDir(o node.Owner) (string, error) { return "/sys/fs/cgroup" + o.Cgroup, nil }
+func (n parkNode) Inside(int) (uint64, uint64, error) { return 0, 0, gpu.ErrNotSupported }
+func (n parkNode) Check() error                       { return nil }
+func (n parkNode) MemoryCgroup(o node.Owner) (dir, root string, err error) {
+	return "/sys/fs/cgroup" + o.Cgroup, "/sys/fs/cgroup", nil
+}
 func (n parkNode) parkables(p *lib.Pages) Parkables {
 	return Parkables{Driver: n, Proc: n, Cgroups: n, Counters: p}
 }

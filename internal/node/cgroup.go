@@ -45,6 +45,43 @@ func (r *Runtime) CgroupDir(o Owner) (string, error) {
 	return path.Join(at, o.Cgroup), nil
 }
 
+// MemoryCgroup returns the directory of the container's own cgroup in the hierarchy that has the memory controller, and
+// that of the hierarchy, as this process sees them. It is one of version 1 on nodes that still have it, and on those
+// with both versions. Errors are those of CgroupDir.
+func (r *Runtime) MemoryCgroup(o Owner) (dir, root string, err error) {
+	if o.Cgroup == "" || r.o.Cgroups == "" {
+		return "", "", &failure{is: gpu.ErrNotSupported, text: fmt.Sprintf("container %s is in no cgroup that the agent sees", o.ID)}
+	}
+	root = path.Join(r.o.Cgroups, "memory")
+	base, err := unix.Open(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err == nil {
+		defer unix.Close(base)
+		var fs unix.Statfs_t
+		if err = unix.Fstatfs(base, &fs); err == nil && fs.Type == unix.CGROUP_SUPER_MAGIC {
+			return cgroupBelow(base, root, o)
+		}
+	}
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return "", "", fmt.Errorf("memory cgroup of container %s in %s: %w", o.ID, root, err)
+	}
+	dir, err = r.CgroupDir(o)
+	return dir, strings.TrimSuffix(dir, o.Cgroup), err
+}
+
+// cgroupBelow returns the directory of the container's own cgroup in a hierarchy of version 1.
+func cgroupBelow(base int, root string, o Owner) (dir, at string, err error) {
+	if err := ownCgroup(o); err != nil {
+		return "", "", fmt.Errorf("memory cgroup of container %s: %w", o.ID, err)
+	}
+	fd, err := openBelow(base, o.Cgroup, unix.O_PATH|unix.O_DIRECTORY)
+	if err != nil {
+		return "", "", &failure{is: gpu.ErrNotFound, text: fmt.Sprintf("memory cgroup of container %s: open %s in %s: %v",
+			o.ID, o.Cgroup, root, err)}
+	}
+	unix.Close(fd)
+	return path.Join(root, o.Cgroup), root, nil
+}
+
 // HasProcesses reports whether there are processes in a container's cgroup or below it. Some runtimes
 // leave the cgroup of a container that has ended for a while. Errors are those of CgroupDir.
 func (r *Runtime) HasProcesses(o Owner) (bool, error) {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"path"
 	"strconv"
 	"testing"
 
@@ -67,5 +68,52 @@ func TestCgroupDir(t *testing.T) {
 	o.Cgroup = o.Cgroup[:len(o.Cgroup)-1]
 	if has, err := r.HasProcesses(o); err == nil || has {
 		t.Errorf("of no container: %v, %v", has, err)
+	}
+}
+
+// The memory controller may be in another hierarchy than the unified one.
+func TestMemoryCgroup(t *testing.T) {
+	const own = "/kubepods/besteffort/pod1/" + offender
+	r := NewRuntime(RuntimeOptions{Cgroups: "/sys/fs/cgroup"})
+	t.Cleanup(func() { _ = r.Close() })
+	mount, top := hierarchy(t)
+	o, root := Owner{ID: offender, V2: true, Cgroup: top + own}, mount
+	if mount != "/sys/fs/cgroup" { // both versions
+		root = "/sys/fs/cgroup/memory"
+		o.V2 = false // a process's line of version 1
+		t.Cleanup(func() {
+			for dir := root + o.Cgroup; dir != path.Dir(root+top); dir = path.Dir(dir) {
+				if err := os.Remove(dir); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	if err := os.MkdirAll(root+o.Cgroup, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if dir, at, err := r.MemoryCgroup(o); err != nil || dir != root+o.Cgroup || at != root {
+		t.Errorf("%q in %q, %v, want %s in %s", dir, at, err, root+o.Cgroup, root)
+	}
+	if _, err := os.Stat(root + o.Cgroup + "/cgroup.procs"); err != nil {
+		t.Error(err)
+	}
+	for name, c := range map[string]struct {
+		o    Owner
+		want error
+	}{
+		"that is gone":             {Owner{ID: neighbour, V2: o.V2, Cgroup: top + "/kubepods/besteffort/pod1/" + neighbour}, gpu.ErrNotFound},
+		"a neighbour's, with dots": {Owner{ID: offender, V2: o.V2, Cgroup: o.Cgroup + "/../" + neighbour}, gpu.ErrInvalid},
+		"below its own":            {Owner{ID: offender, V2: o.V2, Cgroup: o.Cgroup + "/x"}, gpu.ErrInvalid},
+		"a path that is not known": {Owner{ID: offender, V2: o.V2}, gpu.ErrNotSupported},
+	} {
+		if dir, at, err := r.MemoryCgroup(c.o); !errors.Is(err, c.want) || dir != "" && at == root {
+			t.Errorf("%s: %q in %q, %v, want %v", name, dir, at, err, c.want)
+		}
+	}
+	blind := NewRuntime(RuntimeOptions{Cgroups: t.TempDir()})
+	t.Cleanup(func() { _ = blind.Close() })
+	if dir, _, err := blind.MemoryCgroup(o); !errors.Is(err, gpu.ErrNotSupported) {
+		t.Errorf("no hierarchy: %q, %v", dir, err)
 	}
 }

@@ -5,6 +5,7 @@ package park
 import (
 	"context"
 	"errors"
+	"math"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -101,6 +102,35 @@ func TestParkWithoutHostMemory(t *testing.T) {
 	s.Cgroup = ""
 	if err := n.k.Park(t.Context(), s); err == nil {
 		t.Error("a container without a cgroup is parked")
+	}
+}
+
+// A node that has version 1 of cgroups has limits of other names, and a number for none.
+func TestRoomOfVersion1(t *testing.T) {
+	const none = "9223372036854771712"
+	n := newWorld(t)
+	pod, root := filepath.Dir(n.cgroup), filepath.Dir(filepath.Dir(n.cgroup))
+	for _, dir := range []string{n.cgroup, pod, root} {
+		for file, text := range map[string]string{"limit_in_bytes": none, "usage_in_bytes": "800", "stat": "inactive_file 900\ntotal_inactive_file 100\n"} {
+			n.write(filepath.Join(dir, "memory."+file), text)
+		}
+	}
+	room := func(what string, want uint64) {
+		t.Helper()
+		if got, err := cgroupRoom(n.cgroup, root); err != nil || got != want {
+			t.Errorf("%s: %d, %v, want %d", what, got, err, want)
+		}
+	}
+	room("without limits", math.MaxUint64)
+	n.write(filepath.Join(pod, "memory.limit_in_bytes"), "5000\n")
+	room("the pod's limit", 4300)
+	n.write(filepath.Join(n.cgroup, "memory.limit_in_bytes"), "1000\n")
+	room("its own limit", 300)
+	n.write(filepath.Join(n.cgroup, "memory.usage_in_bytes"), "2000\n")
+	room("a limit that was lowered", 0)
+	n.write(filepath.Join(n.cgroup, "memory.limit_in_bytes"), "much\n")
+	if got, err := cgroupRoom(n.cgroup, root); err == nil {
+		t.Errorf("a limit that is no number: %d", got)
 	}
 }
 

@@ -20,7 +20,7 @@ import (
 func cgroupRoom(dir, root string) (uint64, error) {
 	rel, err := filepath.Rel(root, dir)
 	if err != nil || rel == ".." || strings.HasPrefix(rel, "../") || dir == "" || root == "" {
-		return 0, fmt.Errorf("cgroup %q is not in the unified hierarchy at %q", dir, root)
+		return 0, fmt.Errorf("cgroup %q is not in the hierarchy at %q", dir, root)
 	}
 	least := uint64(math.MaxUint64)
 	for at := dir; ; at = filepath.Dir(at) {
@@ -37,23 +37,42 @@ func cgroupRoom(dir, root string) (uint64, error) {
 	}
 }
 
+// files are what a hierarchy of one version calls the limits and what is charged, and the field of memory.stat with the
+// page cache that was not used lately, that of cgroups below it included.
+type files struct {
+	limits      []string
+	used, cache string
+}
+
+var (
+	unifiedFiles = files{[]string{"memory.max", "memory.high"}, "memory.current", "inactive_file"}
+	firstFiles   = files{[]string{"memory.limit_in_bytes"}, "memory.usage_in_bytes", "total_inactive_file"} // version 1
+)
+
+// unlimited is less than what version 1 calls no limit: the most that a counter of pages can have.
+const unlimited = 1 << 62
+
 func roomAt(dir string) (uint64, error) {
+	of := unifiedFiles
+	if _, err := os.Stat(filepath.Join(dir, firstFiles.limits[0])); err == nil {
+		of = firstFiles
+	}
 	limit := uint64(math.MaxUint64)
-	for _, file := range []string{"memory.max", "memory.high"} {
+	for _, file := range of.limits {
 		n, err := readAmount(filepath.Join(dir, file))
 		if err != nil {
 			return 0, err
 		}
 		limit = min(limit, n)
 	}
-	if limit == math.MaxUint64 {
-		return limit, nil
+	if limit >= unlimited {
+		return math.MaxUint64, nil
 	}
-	used, err := readAmount(filepath.Join(dir, "memory.current"))
+	used, err := readAmount(filepath.Join(dir, of.used))
 	if err != nil {
 		return 0, err
 	}
-	cache, err := readField(filepath.Join(dir, "memory.stat"), "inactive_file")
+	cache, err := readField(filepath.Join(dir, "memory.stat"), of.cache)
 	if err != nil {
 		return 0, err
 	}

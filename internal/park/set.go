@@ -35,8 +35,8 @@ type Set struct {
 	Processes []Process
 	// Bytes is what the processes have on GPUs.
 	Bytes uint64
-	// Cgroup is the directory of the container's own cgroup in the unified hierarchy, and CgroupRoot
-	// that of the hierarchy.
+	// Cgroup is the directory of the container's own cgroup in the hierarchy that has the memory controller,
+	// of version 1 or 2, and CgroupRoot that of the hierarchy.
 	Cgroup, CgroupRoot string
 }
 
