@@ -30,6 +30,7 @@
 //	TestMIGLive                       geometries change beside pods that run and come
 //	TestMIGOnDemand                   pods of mixed profiles come and go, each on an instance of its own
 //	TestOthersGoAndComeBack           containers run on while containerd is away
+//	TestPark                          a program is parked while a guaranteed pod has its room, and goes on with its contents
 //	TestRefusal                       the user reads why
 //	TestResourceClaims                the scheduler places claims, and the kubelet has them prepared and given back
 //	TestTopology                      GPUs and CPUs of one NUMA node

@@ -35,6 +35,9 @@ func (b *bench) redeploy(o lab.DeployOptions) {
 	b.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 		defer cancel()
+		if b.Failed() {
+			b.tell(ctx) // the next agent's log has nothing of it
+		}
 		usual, err := deploy(ctx, lab.DeployOptions{Partitions: o.Partitions})
 		if err != nil {
 			b.Errorf("deploy the agent as it was: %v", err)

@@ -6,6 +6,8 @@
  *     fill CALL REQUEST ROOM SLACK   all workers; row call=... (see team.c)
  *     take CALL BYTES [COUNT]        one thread; took id=... count=... result=...
  *     give ID                        gave id=... result=...
+ *     mark SEED                      words into all that cuMemAlloc_v2 has given; marked words=... result=...
+ *     check SEED                     whether they are there; checked words=... wrong=... result=...
  *     info                           info result=... free=... total=... device-total=...
  *     lookup NAME                    lookup name=... found=... result=... (calls it)
  *     cuda, nvml                     a line for each GPU, then end
@@ -66,10 +68,11 @@ static const char *ready(const struct team *t, CUresult *r)
 static struct held {
     const struct call *call;
     struct item item;
+    uint64_t bytes;
 } *held;
 static size_t holds, hold_room;
 
-static void keep(const struct call *c, struct item i)
+static void keep(const struct call *c, struct item i, uint64_t bytes)
 {
     if (holds == hold_room) {
         hold_room = hold_room * 2 + 64;
@@ -77,7 +80,7 @@ static void keep(const struct call *c, struct item i)
         if (!held)
             abort();
     }
-    held[holds++] = (struct held){c, i};
+    held[holds++] = (struct held){c, i, bytes};
 }
 
 static void take(const struct team *t, const char *name, uint64_t bytes, int count)
@@ -96,7 +99,7 @@ static void take(const struct team *t, const char *name, uint64_t bytes, int cou
         if ((r = c->take(&seat, &i, bytes)) != CUDA_SUCCESS)
             what = name;
         else {
-            keep(c, i);
+            keep(c, i, bytes);
             got++;
         }
     }
@@ -140,6 +143,32 @@ static uint64_t dice(uint64_t *state)
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
     z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
     return z ^ (z >> 31);
+}
+
+/* contents puts words made from a seed into all memory that cuMemAlloc_v2 has given, spread over each piece, or
+ * compares what is there with them. */
+static void contents(uint64_t seed, int compares)
+{
+    enum { WORDS = 16 };
+    const char *name = compares ? "cuMemcpyDtoH_v2" : "cuMemcpyHtoD_v2";
+    void *library = dlopen("libcuda.so.1", RTLD_NOW), *copy = library ? dlsym(library, name) : NULL;
+    CUresult r = copy ? CUDA_SUCCESS : ABSENT;
+    size_t words = 0, wrong = 0;
+    for (size_t i = 0; i < holds && r == CUDA_SUCCESS; i++) {
+        if (!held[i].call || strcmp(held[i].call->name, "cuMemAlloc_v2") || held[i].bytes < WORDS * sizeof seed)
+            continue;
+        for (uint64_t k = 0; k < WORDS && r == CUDA_SUCCESS; k++, words++) {
+            CUdeviceptr at = held[i].item.a + held[i].bytes / WORDS / sizeof seed * sizeof seed * k;
+            uint64_t want = dice(&seed), is = 0;
+            if (compares) {
+                r = ((CUresult(*)(void *, CUdeviceptr, size_t))copy)(&is, at, sizeof is);
+                wrong += is != want;
+            } else {
+                r = ((CUresult(*)(CUdeviceptr, const void *, size_t))copy)(at, &want, sizeof want);
+            }
+        }
+    }
+    printf("%s words=%zu wrong=%zu result=%d\n", compares ? "checked" : "marked", words, wrong, r);
 }
 
 /* churn keeps up to 48 items of any call and size, and begins anew with a
@@ -261,6 +290,8 @@ int main(int argc, char **argv)
             list_scenarios();
         else if (!strcmp(verb, "give") && n == 2)
             give(strtoul(name, NULL, 10));
+        else if ((!strcmp(verb, "mark") || !strcmp(verb, "check")) && n == 2)
+            contents(strtoull(name, NULL, 10), *verb == 'c');
         else if (!strcmp(verb, "info"))
             info(&team);
         else if (!strcmp(verb, "lookup") && n == 2)
