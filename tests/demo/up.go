@@ -74,6 +74,7 @@ func up(ctx context.Context) (err error) {
 		{"Deploy the agent as its DaemonSet: deployments/base with components/dra", d.deploy},
 		{"Two pods ask for 24 GiB of GPU memory each: both land on one GPU", d.twoPods},
 		{"A third pod asks for 100 GiB, more than any GPU has: it is refused", d.refusal},
+		{"A spot pod has what is free, is parked for a guaranteed pod, and goes on", d.park},
 		{"Edit the partition ConfigMap: idle GPUs turn whole, one to MIG on demand", d.recut},
 		{"A pod asks for one whole GPU", d.wholePod},
 		{"Two pods ask for MIG instances, which are made when they start", d.instances},
@@ -112,7 +113,9 @@ func (d *demo) layDriver(ctx context.Context) (err error) {
 }
 
 func (d *demo) deploy(ctx context.Context) (err error) {
-	if d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared}); err != nil {
+	d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared,
+		Env: map[string]string{"GPU_AGENT_PARK_MEMORY": fmt.Sprintf("%dGiB", parkMemory)}})
+	if err != nil {
 		return err
 	}
 	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: gpuCount * unitsPerGPU, lab.GPU: 0}); err != nil {
@@ -248,6 +251,130 @@ func (d *demo) refusal(ctx context.Context) error {
 		return fmt.Errorf("the message does not say that the %s", want)
 	}
 	return pod.Delete(ctx)
+}
+
+// parkMemory is the host memory for parked pods, parkedTakes what the parked program has on the GPU, in GiB.
+const parkMemory, parkedTakes = 8, 4
+
+// park lets a guaranteed pod take the room of a spot pod, and give it back.
+func (d *demo) park(ctx context.Context) error {
+	var others []int
+	for _, g := range d.driver.GPUs {
+		if g.Index != d.shared.Index {
+			others = append(others, g.Index)
+		}
+	}
+	file := fmt.Sprintf(`version: v1
+partitions:
+  default:
+    - devices: [%d]
+      mode: shared
+      spot: true
+    - devices: %s
+      mode: off
+`, d.shared.Index, list(others))
+	d.say("%s", file)
+	if err := d.agent.SetPartitions(ctx, file); err != nil {
+		return err
+	}
+	const spot, free = lab.Memory + ".spot", unitsPerGPU - 2*24
+	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: unitsPerGPU, spot: free}); err != nil {
+		return err
+	}
+	d.say("the node offers %s: %d, what pods one and two leave of their GPU; --park-memory is %d GiB",
+		spot, free, parkMemory)
+	probe, err := lab.ProbeMount(ctx)
+	if err != nil {
+		return err
+	}
+	start := func(name, resource string) (*lab.RunningPod, float64, error) {
+		began := time.Now()
+		pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
+			Resources: map[string]int{resource: free}, Mounts: []lab.Mount{probe}}}})
+		if err == nil {
+			err = pod.Running(ctx)
+		}
+		return pod, time.Since(began).Seconds(), err
+	}
+	night, _, err := start("night", spot)
+	if err != nil {
+		return err
+	}
+	k, err := night.Probe(ctx, "", nil)
+	if err != nil {
+		return err
+	}
+	answers := func(format string, args ...any) (lab.Answer, error) {
+		a, err := k.Ask(format, args...)
+		if err == nil && a.Result() != lab.Success {
+			err = fmt.Errorf("a program in pod night: %s", a)
+		}
+		return a, err
+	}
+	_, err = answers("take cuMemAlloc_v2 %d %d", 1<<30, parkedTakes)
+	if err == nil {
+		_, err = answers("mark 1")
+	}
+	if err != nil {
+		return errors.Join(err, k.Close())
+	}
+	d.say("pod night (%s: %d) runs; a program there has %d GiB on the GPU, with contents", spot, free, parkedTakes)
+	if err := errors.Join(d.takesAndGives(ctx, func() (*lab.RunningPod, float64, error) { return start("urgent", lab.Memory) },
+		func() (lab.Answer, error) { return answers("check 1") }), k.Close()); err != nil {
+		return err
+	}
+	return night.Delete(ctx)
+}
+
+// takesAndGives has a guaranteed pod take the room of pod night, and end. check asks the program of pod night for its
+// contents; while it is parked, it does not answer.
+func (d *demo) takesAndGives(ctx context.Context, start func() (*lab.RunningPod, float64, error),
+	check func() (lab.Answer, error)) error {
+	urgent, took, err := start()
+	if err != nil {
+		return err
+	}
+	metrics, err := d.agent.Metrics(ctx)
+	if err != nil {
+		return err
+	}
+	if n := metrics["gpu_agent_spot_parked_containers"]; n != 1 {
+		return fmt.Errorf("%g containers are parked, and one should be", n)
+	}
+	d.say("pod urgent (guaranteed, %s) runs after %.1f s in the same room: night is parked, its %d GiB are on the host",
+		lab.Memory, took, parkedTakes)
+	if err := d.sayPods(ctx, "night", "urgent"); err != nil {
+		return err
+	}
+	if err := urgent.Delete(ctx); err != nil {
+		return err
+	}
+	began := time.Now()
+	a, err := check()
+	if err != nil {
+		return err
+	}
+	if a.Bytes("words") == 0 || a.Bytes("wrong") != 0 {
+		return fmt.Errorf("the contents of pod night's memory after its park: %s", a)
+	}
+	d.say("pod urgent ends; %.1f s later night's program goes on, and finds each word that it has written", time.Since(began).Seconds())
+	return d.sayPods(ctx, "night")
+}
+
+// sayPods shows pods as kubectl does, and checks that they run and never started again.
+func (d *demo) sayPods(ctx context.Context, names ...string) error {
+	out, err := d.node.Kubectl(ctx, nil, append([]string{"get", "pods", "-n", lab.PodNamespace}, names...)...)
+	if err != nil {
+		return err
+	}
+	d.say("  $ kubectl get pods %s", strings.Join(names, " "))
+	d.say("    %s", strings.ReplaceAll(strings.TrimSpace(string(out)), "\n", "\n    "))
+	for line := range strings.Lines(string(out)) {
+		if f := strings.Fields(line); f[0] != "NAME" && (f[2] != "Running" || f[3] != "0") {
+			return fmt.Errorf("pod %s is %s with %s restarts, and should run with none", f[0], f[2], f[3])
+		}
+	}
+	return nil
 }
 
 func (d *demo) recut(ctx context.Context) error {

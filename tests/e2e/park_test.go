@@ -43,10 +43,12 @@ func TestPark(t *testing.T) {
 	}
 
 	began := time.Now()
-	api := b.create(lab.Pod{Name: "api", Containers: []lab.Container{b.container("main", map[string]int{lab.Memory: units})}})
+	api := b.create(lab.Pod{Name: "api",
+		Containers: []lab.Container{b.container("main", map[string]int{lab.Memory: units})}})
 	b.must(api.InState(b.ctx, above, "to start in a parked pod's room", started))
 	took, copied := time.Since(began), b.seconds("gpu_agent_spot_park_seconds_sum{outcome=\"parked\"}")
-	b.Logf("a guaranteed pod has started in a parked pod's room after %v, %v of that for the park", took.Round(10*time.Millisecond), copied)
+	b.Logf("a guaranteed pod has started in a parked pod's room after %v, %v of that for the park",
+		took.Round(10*time.Millisecond), copied)
 	service := b.probe(api, "main", nil)
 	b.take(service, giB, units-1) // all that the card has
 	b.metric("gpu_agent_spot_parked_containers", 1)
@@ -55,7 +57,8 @@ func TestPark(t *testing.T) {
 	b.must(api.Delete(b.ctx))
 
 	began = time.Now()
-	if a := b.ask(program, "check %d", seed); a.Result() != lab.Success || a.Bytes("words") != 16*8*parkedTakes || a.Bytes("wrong") != 0 {
+	a := b.ask(program, "check %d", seed)
+	if a.Result() != lab.Success || a.Bytes("words") != 16*8*parkedTakes || a.Bytes("wrong") != 0 {
 		b.Errorf("the contents of the program's memory after its park: %s", a)
 	}
 	b.Logf("the parked program goes on %v after the guaranteed pod's end", time.Since(began).Round(10*time.Millisecond))
@@ -67,10 +70,12 @@ func TestPark(t *testing.T) {
 	program = b.probe(small, "main", nil)
 	b.take(program, giB/8, 8*smallTakes)
 	began = time.Now()
-	api = b.create(lab.Pod{Name: "api-2", Containers: []lab.Container{{Name: "main", Resources: map[string]int{lab.Memory: units}}}})
+	api = b.create(lab.Pod{Name: "api-2",
+		Containers: []lab.Container{{Name: "main", Resources: map[string]int{lab.Memory: units}}}})
 	b.must(api.InState(b.ctx, grace+above, "to start in the room of a pod that was ended", started))
 	took = time.Since(began)
-	b.Logf("a guaranteed pod has started in the room of a pod without memory for a park after %v, with a grace of %v", took.Round(10*time.Millisecond), grace)
+	b.Logf("a guaranteed pod has started in the room of a pod without memory for a park after %v, with a grace of %v",
+		took.Round(10*time.Millisecond), grace)
 	if took < grace {
 		b.Errorf("the guaranteed pod has started after %v, want a grace of %v", took, grace)
 	}
