@@ -610,7 +610,7 @@ func (n *lendingNode) tryJob() (runs bool) {
 func TestLendingWalk(t *testing.T) {
 	rng := rand.New(rand.NewPCG(44, 4))
 	met := map[string]int{}
-	for range max(1, *stormSteps/1000) {
+	for range max(3, *stormSteps/1000) {
 		inLending(t, func(n *lendingNode) {
 			file, job := allLend, false
 			wants := func() (wants bool) {
@@ -678,8 +678,8 @@ func TestLendingWalk(t *testing.T) {
 	}
 	t.Log(met)
 	for _, what := range []string{"comes", "comes to lent room", "job runs", "restart", "restart while held", "goes on"} {
-		if met[what] < 3 {
-			t.Errorf("%q was met %d times", what, met[what])
+		if met[what] == 0 {
+			t.Errorf("%q never happened: %v", what, met)
 		}
 	}
 }

@@ -15,6 +15,9 @@ import (
 // A guaranteed pod takes the room of a spot pod. One whose cgroup has memory for what it has on the GPU is parked: it
 // stays Running, and its program goes on with all its contents when the guaranteed pod has ended. Another has its grace.
 func TestPark(t *testing.T) {
+	if testing.Short() {
+		t.Skip("-short: TestTiers has a spot pod yield")
+	}
 	const (
 		parkedHas, smallHas = 20, 10
 		parkedTakes         = 8 // GiB

@@ -543,7 +543,7 @@ __attribute__((destructor)) static void unload(void)
 {
     hang_up_locked();
     forget_answers();
+    /* At the end of a program a thread may be in a call still, and read the page. So it becomes an empty one. */
     if (page)
-        munmap((void *)page, PAGE_BYTES);
-    page = NULL;
+        mmap((void *)page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 }
