@@ -64,6 +64,13 @@ func (b *bench) commands() {
 		b.Fatalf("take memory: %s, %v", a, err)
 	}
 
+	// The node's object follows what happens by a moment.
+	b.must(lab.Await(ctx, time.Minute, "the table to tell of the pod", func(context.Context) error {
+		if text := b.works(operator); !strings.Contains(text, "gpu-mem 71/79") {
+			return fmt.Errorf("it is\n%s", text)
+		}
+		return nil
+	}))
 	b.has("the table", b.works(operator), nodeName, "1 whole, 1 shared, 1 mig", "gpu-mem 71/79", "gpu 1/1", "-\n")
 	b.has("the table for an author", b.works(author), nodeName, "gpu-mem 71/79", "not seen: Nodes, pods of the agent")
 
