@@ -61,7 +61,7 @@ func markHealth(shown []Device, base *Resource, room room, faults *faults) []Dev
 		if why, bad := faults.of(&dev); bad {
 			dev.Healthy, dev.Leaving, dev.Reason = false, false, why
 		} else if room != nil && dev.Healthy {
-			if why := room.lacks(&dev); why != "" {
+			if why := room.lacks(&base.Devices[i]); why != "" { // not &dev, which would be allocated each time
 				dev.Healthy, dev.Leaving, dev.Reason = false, false, why
 			}
 		}
