@@ -91,41 +91,29 @@ func newParker(w *Worlds, l *ledger.Ledger, wake func(), log *slog.Logger, ratio
 		free: map[string]time.Time{}, notBefore: map[string]time.Time{}, looked: map[string]bool{}}
 }
 
-// What the parker does for an allocation that is to give its room back.
-type parkWay int
-
-const (
-	parkNot  parkWay = iota // nothing: its container ends
-	parkBusy                // it is being parked
-	parkEnds                // its container must be ended at once, since its processes may be broken
-)
-
-// takes begins to park the container of an allocation, unless that was tried in vain. by is when the grace ends.
-func (p *parker) takes(ctx context.Context, a *ledger.Allocation, of []using, by, now time.Time) parkWay {
+// takes reports whether the parker takes care of an allocation that is to give its room back: its container is being
+// parked, or must be ended at once, since its processes may be broken. It begins to park the container, unless that was
+// tried in vain. by is when the grace ends.
+func (p *parker) takes(ctx context.Context, a *ledger.Allocation, of []using, by, now time.Time) bool {
 	if p == nil {
-		return parkNot
+		return false
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	switch {
-	case p.broken[a.ID]:
-		return parkEnds
-	case p.busy[a.ID], !p.ready && now.Before(by):
-		return parkBusy
+	case p.broken[a.ID], p.busy[a.ID], !p.ready && now.Before(by):
+		return true
 	case !p.ready, p.vain[a.ID].Equal(a.Yield.Since) && !a.Yield.Since.IsZero(), !parkable(a, of), !now.Before(by):
-		return parkNot
+		return false
 	}
 	p.busy[a.ID] = true
 	go p.park(ctx, a, of[0].Container, by)
-	return parkBusy
+	return true
 }
 
 // parkable reports whether the driver may be able to checkpoint the container of an allocation.
 func parkable(a *ledger.Allocation, of []using) bool {
-	if len(of) != 1 || len(of[0].has) != 1 || a.Yield.Layout || a.Kind().InMIG() {
-		return false
-	}
-	return !slices.ContainsFunc(a.Grants, func(g ledger.Grant) bool { return g.Compute.Ceiling != 0 })
+	return len(of) == 1 && len(of[0].has) == 1 && !a.Yield.Layout && !a.Kind().InMIG() && !throughMPS(a)
 }
 
 func (p *parker) done(id string) {

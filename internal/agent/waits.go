@@ -64,7 +64,7 @@ func (on *fileInputs) withoutMPS(c *ledger.Allocation) (why status.Cause, known 
 // another allocation, and its processes reach one MPS server only. It is zero if there is no reason, or
 // the container is not known yet.
 func (on *fileInputs) beside(c *ledger.Allocation, all []ledger.Allocation) (none status.Cause) {
-	if c.Holder.Container == "" || !slices.ContainsFunc(c.Grants, func(g ledger.Grant) bool { return g.Compute.Ceiling > 0 }) {
+	if c.Holder.Container == "" || !throughMPS(c) {
 		return none
 	}
 	for i := range all {

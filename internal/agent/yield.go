@@ -214,7 +214,7 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 	for _, a := range yielding {
 		if of := using[a.ID]; len(of) > 0 {
 			v := y.note(a, now)
-			if y.parker.takes(ctx, a, of, v.by, now) != parkNot {
+			if y.parker.takes(ctx, a, of, v.by, now) {
 				wait = min(wait, max(yieldLeast, v.by.Sub(now)))
 				continue
 			}

@@ -176,45 +176,20 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 	rank := rank(f.ledger, v, r)
 	slices.SortStableFunc(gpus, func(a, b gpu.UUID) int { return cmp.Compare(rank[a], rank[b]) })
 
-	choose := func(t ledger.Tier, free []mig.Place) ([]mig.Place, error) {
-		rooms := f.ledger.Rooms(gpus, t)
-		offers := make([]mig.Offer, 0, len(gpus))
-		for _, u := range gpus {
-			room := rooms[u]
-			if room.Card == nil {
-				continue
-			}
-			o := mig.Offer{GPU: u, Card: room.Card, Pinned: room.Placements, Warm: room.Free(), Rank: rank[u]}
-			for _, s := range v.MIG[u].Warm {
-				if !slices.Contains(room.Placements, s) {
-					o.Warm = append(o.Warm, s)
-				}
-			}
-			offers = append(offers, o)
-		}
-		return mig.Prefer(offers, free, given, n)
-	}
+	overSpot := r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0
 	tier := ledger.Spot
-	if r.Tier == ledger.Guaranteed && f.ledger.Spots() > 0 {
+	if overSpot {
 		tier = ledger.Guaranteed
-		// What guaranteed allocations have comes after what spot allocations have. Each GPU gets what it would
-		// get without those, so that guaranteed allocations are packed as without the tier. On it, places come
-		// first that fewer spot allocations have.
-		unheld := f.unheld(free)
-		if without, err := choose(ledger.Guaranteed, unheld); err == nil {
-			elsewhere := func(p mig.Place) bool {
-				return !slices.ContainsFunc(without, func(c mig.Place) bool { return c.GPU == p.GPU })
-			}
-			free = slices.DeleteFunc(slices.Clone(unheld), elsewhere)
-			if n == len(given)+1 {
-				free = f.leastSpot(free)
-			}
-			if _, err := choose(tier, free); err != nil {
-				free = unheld
-			}
-		}
 	}
-	chosen, err := choose(tier, free)
+	offers := f.placementOffers(v, gpus, rank, tier)
+	choose := func(free []mig.Place) ([]mig.Place, error) { return mig.Prefer(offers, free, given, n) }
+	var chosen []mig.Place
+	var err error
+	if overSpot {
+		chosen, err = f.chooseOverSpot(choose, free, n == len(given)+1)
+	} else {
+		chosen, err = choose(free)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -223,4 +198,24 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 		out[i] = ids[p]
 	}
 	return out, nil
+}
+
+// placementOffers returns what GPUs have beside what is taken for an allocation of a tier.
+func (f *FrontEnd) placementOffers(v *Offer, gpus []gpu.UUID, rank map[gpu.UUID]int, t ledger.Tier) []mig.Offer {
+	rooms := f.ledger.Rooms(gpus, t)
+	offers := make([]mig.Offer, 0, len(gpus))
+	for _, u := range gpus {
+		room := rooms[u]
+		if room.Card == nil {
+			continue
+		}
+		o := mig.Offer{GPU: u, Card: room.Card, Pinned: room.Placements, Warm: room.Free(), Rank: rank[u]}
+		for _, s := range v.MIG[u].Warm {
+			if !slices.Contains(room.Placements, s) {
+				o.Warm = append(o.Warm, s)
+			}
+		}
+		offers = append(offers, o)
+	}
+	return offers
 }

@@ -239,6 +239,30 @@ func (s *supply) wholeOverSpot(n int) (out []string) {
 	return out
 }
 
+// chooseOverSpot chooses places for a guaranteed request by choose, which does not see spot allocations. What
+// guaranteed allocations have comes last. Each GPU gets what it would get without spot allocations, so that guaranteed
+// ones are packed as without the tier. If one place is asked for, places come first on that GPU that fewer spot
+// allocations have.
+func (f *FrontEnd) chooseOverSpot(
+	choose func([]mig.Place) ([]mig.Place, error), free []mig.Place, one bool,
+) ([]mig.Place, error) {
+	unheld := f.unheld(free)
+	chosen, err := choose(unheld)
+	if err != nil {
+		return choose(free)
+	}
+	there := slices.DeleteFunc(slices.Clone(unheld), func(p mig.Place) bool {
+		return !slices.ContainsFunc(chosen, func(c mig.Place) bool { return c.GPU == p.GPU })
+	})
+	if one {
+		there = f.leastSpot(there)
+	}
+	if better, err := choose(there); err == nil {
+		return better, nil
+	}
+	return chosen, nil
+}
+
 // unheld returns the places that no guaranteed allocation has.
 func (f *FrontEnd) unheld(places []mig.Place) []mig.Place {
 	held := map[mig.Place]bool{}
