@@ -150,7 +150,7 @@ func (c *Cluster) scheduler(ctx context.Context, arm Arm) (err error) {
 	n := c.Nodes[OnPrem]
 	switch {
 	case arm.Checks && c.placer == nil:
-		if c.placer, err = n.StartPlacer(ctx, "extender", "kueue"); err != nil {
+		if c.placer, err = n.StartPlacer(ctx, "--doors=extender,kueue"); err != nil {
 			return err
 		}
 		config, err := n.SchedulerConfig()

@@ -17,6 +17,7 @@ import (
 	"net/http/httputil"
 	"net/url"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -29,6 +30,7 @@ import (
 	"go.yaml.in/yaml/v4"
 	core "k8s.io/api/core/v1"
 
+	"example.com/gpu-agent/internal/extender"
 	"example.com/gpu-agent/tests/lab"
 	"example.com/gpu-agent/tests/prometheus"
 )
@@ -369,6 +371,15 @@ func (a *alarms) before(names ...string) {
 	a.silent(names...)
 }
 
+// placerWith starts the placer anew, with these arguments.
+func (a *alarms) placerWith(args ...string) {
+	a.Helper()
+	a.must(a.placer.Stop(a.ctx))
+	var err error
+	a.placer, err = node.StartPlacer(a.ctx, args...)
+	a.must(err)
+}
+
 func (a *heard) firing() []string {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -506,13 +517,20 @@ func causes() [][]cause {
 		},
 	}, {
 		{
+			what: "a door whose certificate expires in a week", fires: []string{"GPUPlacerCertificate"},
+			also: []string{"GPUPlacerAbsent"}, // between two placers
+			begin: func(a *alarms) {
+				door := filepath.Join(a.TempDir(), "door")
+				a.must(exec.CommandContext(a.ctx, kit.Bin("gpu-placer"), "certificates", "--days", "7", "--out", door).Run())
+				a.placerWith("--tls-cert-file", filepath.Join(door, extender.CertFile), "--tls-key-file", filepath.Join(door, extender.KeyFile))
+			},
+			end: func(a *alarms) { a.placerWith() },
+		},
+	}, {
+		{
 			what: "no placer", fires: []string{"GPUPlacerAbsent"},
 			begin: func(a *alarms) { a.must(a.placer.Stop(a.ctx)) },
-			end: func(a *alarms) {
-				var err error
-				a.placer, err = node.StartPlacer(a.ctx)
-				a.must(err)
-			},
+			end:   func(a *alarms) { a.placerWith() },
 		}, {
 			what: "no API server", fires: []string{cutOff},
 			begin: func(a *alarms) {

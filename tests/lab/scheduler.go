@@ -126,14 +126,11 @@ const (
 	PlacerDoor = "127.0.0.1:9890"
 )
 
-// StartPlacer starts the placer with an administrator's rights and with these doors, the
-// extender's where none is named, and waits until it answers.
-func (n *Node) StartPlacer(ctx context.Context, doors ...string) (*Placer, error) {
-	if len(doors) == 0 {
-		doors = []string{"extender"}
-	}
-	err := n.Start(ctx, placerProcess, n.kit.Bin("gpu-placer"), "run", "--kubeconfig", "/etc/kubernetes/admin.conf", "--domain", Domain,
-		"--lease", "", "--insecure-door", "--listen", PlacerDoor, "--http", placerPage, "--doors", strings.Join(doors, ","))
+// StartPlacer starts the placer with an administrator's rights and with more arguments, and waits until it answers. It has
+// the extender's door where no argument names doors, and any client may ask.
+func (n *Node) StartPlacer(ctx context.Context, args ...string) (*Placer, error) {
+	err := n.Start(ctx, placerProcess, append([]string{n.kit.Bin("gpu-placer"), "run", "--kubeconfig", "/etc/kubernetes/admin.conf",
+		"--domain", Domain, "--lease", "", "--insecure-door", "--listen", PlacerDoor, "--http", placerPage, "--doors=extender"}, args...)...)
 	if err != nil {
 		return nil, fmt.Errorf("start the placer: %w", err)
 	}

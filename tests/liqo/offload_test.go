@@ -55,7 +55,7 @@ func startReal(t *testing.T) *real {
 	_, err = r.node.Deploy(ctx, lab.DeployOptions{Partitions: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared}\n"})
 	must(err)
 	r.cluster = r.liqo(t)
-	_, err = r.node.StartPlacer(ctx, "extender", "liqo")
+	_, err = r.node.StartPlacer(ctx, "--doors=extender,liqo")
 	must(err)
 	config, err := r.node.SchedulerConfig()
 	must(err)
