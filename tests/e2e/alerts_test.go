@@ -520,7 +520,8 @@ func causes() [][]cause {
 			what: "a door whose certificate expires in a week", fires: []string{"GPUPlacerCertificate"},
 			also: []string{"GPUPlacerAbsent"}, // between two placers
 			begin: func(a *alarms) {
-				door := filepath.Join(a.TempDir(), "door")
+				door, err := node.Dir("door") // in what the node sees of this machine
+				a.must(err)
 				a.must(exec.CommandContext(a.ctx, kit.Bin("gpu-placer"), "certificates", "--days", "7", "--out", door).Run())
 				a.placerWith("--tls-cert-file", filepath.Join(door, extender.CertFile), "--tls-key-file", filepath.Join(door, extender.KeyFile))
 			},
