@@ -4,7 +4,6 @@ package mps
 
 import (
 	"bytes"
-	"cmp"
 	"crypto/sha256"
 	"encoding/hex"
 	"errors"
@@ -131,27 +130,53 @@ const (
 // embedded is how 535, 550 and 555 carry their version: as a string of its own.
 var embedded = regexp.MustCompile(`^\x00([0-9]{3}\.[0-9]{2,3}(?:\.[0-9]{2})?)\x00`)
 
-// embeddedIn returns the only such string, or "". It looks at what is around each point, since the
-// expression alone takes seconds for a large program.
-func embeddedIn(data []byte) (version string) {
+// longestVersion is the most bytes that embedded matches, with the zero bytes around a version.
+const longestVersion = len("\x00555.058.02\x00")
+
+// embeddedIn calls yield with each embedded version, and where its bytes end. It looks at what is around
+// each point, since the expression alone takes seconds for a large program.
+func embeddedIn(data []byte, yield func(version string, end int)) {
 	const before = len("\x00555")
 	for at := 0; ; at++ {
 		next := bytes.IndexByte(data[at:], '.')
 		if next < 0 {
-			return version
+			return
 		}
 		at += next
 		if at < before || data[at-before] != 0 {
 			continue
 		}
-		found := embedded.FindSubmatch(data[at-before : min(at+16, len(data))])
-		switch {
-		case found == nil:
-		case version != "":
-			return ""
-		default:
-			version = string(found[1])
+		if found := embedded.FindSubmatch(data[at-before : min(at+longestVersion, len(data))]); found != nil {
+			yield(string(found[1]), at-before+len(found[0]))
 		}
+	}
+}
+
+// versionOf returns the version of a program: the only embedded string in its first mostProgram bytes, or
+// a hash of those. It holds 64 KiB of the program at a time, so that a large one costs no memory.
+func versionOf(r io.Reader) (string, error) {
+	sum := sha256.New()
+	r = io.TeeReader(io.LimitReader(r, mostProgram), sum)
+	window := make([]byte, 0, 64<<10)
+	found, times := "", 0
+	for seen := 0; ; {
+		n, err := io.ReadFull(r, window[seen:cap(window)])
+		window = window[:seen+n]
+		embeddedIn(window, func(version string, end int) {
+			if end > seen { // otherwise the window before had it whole
+				found, times = version, times+1
+			}
+		})
+		switch {
+		case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF):
+			if times == 1 {
+				return found, nil
+			}
+			return "sha256:" + hex.EncodeToString(sum.Sum(nil)[:6]), nil
+		case err != nil:
+			return "", err
+		}
+		seen = copy(window, window[len(window)-longestVersion:])
 	}
 }
 
@@ -173,12 +198,10 @@ func (v *versions) of(path string) (string, error) {
 	if version, ok := v.known[id]; ok {
 		return version, nil
 	}
-	data, err := io.ReadAll(io.LimitReader(f, mostProgram))
+	version, err := versionOf(f)
 	if err != nil {
 		return "", err
 	}
-	sum := sha256.Sum256(data)
-	version := cmp.Or(embeddedIn(data), "sha256:"+hex.EncodeToString(sum[:6]))
 	if v.known == nil || len(v.known) >= mostVersions {
 		v.known = map[identity]string{}
 	}

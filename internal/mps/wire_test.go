@@ -4,6 +4,8 @@ package mps
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -14,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/iotest"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -120,17 +123,36 @@ func TestNothingIsKnown(t *testing.T) {
 	}
 }
 
-// TestVersion: the driver's version is in a program once, as a string of its own.
+// TestVersion: the driver's version is in a program once, as a string of its own, wherever it stands. A
+// program that has none, or several, is known by its content.
 func TestVersion(t *testing.T) {
-	for data, want := range map[string]string{
-		"a|550.163.01|b": "550.163.01", "|580.65|": "580.65", "550.163.01|": "", "|550.163.01": "",
-		"|550.163.01| |550.163.01|": "", "|1550.163.01|": "", "|550.163.01.1|": "", "|55.163.01|": "",
+	const window = 64 << 10
+	for text, want := range map[string]string{
+		"a|550.163.01|b": "550.163.01", "|580.65|": "580.65", "|580.065|": "580.065", "550.163.01|": "", "|550.163.01": "",
+		"|550.163.01| |550.163.01|": "", "|550.163.01|550.163.01|": "", "|1550.163.01|": "", "|550.163.01.1|": "", "|55.163.01|": "",
 		"": "", ".": "", "|555.": "", "|%d.%d|555.58.02|": "555.58.02",
 	} {
-		data = strings.ReplaceAll(data, "|", "\x00") // or the emulated programs, which are this one, have them
-		if got := embeddedIn([]byte(data)); got != want {
-			t.Errorf("%q: %q, want %q", data, got, want)
+		text = strings.ReplaceAll(text, "|", "\x00") // or the emulated programs, which are this one, have them
+		places := []int{0, 1, 3 * window}
+		for before := range 30 { // the program is read in windows
+			places = append(places, window-before)
 		}
+		for _, before := range places {
+			for _, behind := range []int{0, 30} {
+				data := strings.Repeat("-", before) + text + strings.Repeat("-", behind)
+				whole := want
+				if whole == "" {
+					sum := sha256.Sum256([]byte(data))
+					whole = "sha256:" + hex.EncodeToString(sum[:6])
+				}
+				if got, err := versionOf(iotest.HalfReader(strings.NewReader(data))); err != nil || got != whole {
+					t.Fatalf("%q after %d bytes and before %d: %q, %v, want %q", text, before, behind, got, err, whole)
+				}
+			}
+		}
+	}
+	if _, err := versionOf(iotest.ErrReader(io.ErrClosedPipe)); !errors.Is(err, io.ErrClosedPipe) {
+		t.Errorf("a program that cannot be read: %v", err)
 	}
 }
 
