@@ -42,7 +42,7 @@ help:
 	@echo 'make test-gpu   the conformance tests on this machine'"'"'s NVIDIA GPU;'
 	@echo '                with BUDGET=9m, questions to it for so long'
 	@echo 'make test-gpu-kit  these questions as a folder, dist/test-gpu, for another machine'
-	@echo 'make build      gpu-agent, gpu-placer and the hook program, into $(BIN)'
+	@echo 'make build      gpu-agent, gpu-agent-mps, gpu-placer and the hook program, into $(BIN)'
 	@echo 'make plugin     kubectl-gpu, the plugin for kubectl, into $(BIN); make plugins: for each platform'
 	@echo 'make image      the container images, into $(ARCHIVE) and $(PLACER_ARCHIVE)'
 	@echo 'make emulator-image  the emulated driver for nodes without GPUs, into $(EMULATOR_ARCHIVE)'
@@ -124,6 +124,8 @@ build:
 	@# cgo: the driver's library is loaded at run time, by glibc. Without
 	@# grpcnotrace, gRPC's debug pages come along, which nobody serves.
 	$(GO_BUILD) -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= $(BUILT_AS)' -o $(BIN)/gpu-agent ./cmd/gpu-agent
+	@# The same for the program of the MPS daemons, which is in the agent's image.
+	$(GO_BUILD) -tags $(TAGS) -ldflags '-s -w -buildid= $(BUILT_AS)' -o $(BIN)/gpu-agent-mps ./cmd/gpu-agent-mps
 	@# Static and without C: it is alone in its image.
 	$(TARGET) CGO_ENABLED=0 $(GO) build -trimpath -tags $(TAGS),grpcnotrace -ldflags '-s -w -buildid= $(BUILT_AS)' -o $(BIN)/gpu-placer ./cmd/gpu-placer
 	@# Static: the container runtime runs it on the host, whatever libc that has.
@@ -230,6 +232,7 @@ ifneq ($(SNAPSHOT),)
 	if [ $$days -gt 30 ]; then echo "WARNING: this database is $$days days old, and knows of nothing since: name a newer one in VULNDB" >&2; fi
 endif
 	$(VULNCHECK) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
+	$(VULNCHECK) -tags $(TAGS) ./cmd/gpu-agent-mps
 	$(VULNCHECK) -tags $(TAGS),grpcnotrace ./cmd/gpu-placer
 	$(VULNCHECK) -tags $(TAGS) $(HOOK)
 	$(VULNCHECK) -C deployments/image .

@@ -66,6 +66,7 @@ type entry struct {
 // packages is the program. A package without an entry here is a mistake.
 var packages = []entry{
 	{"cmd/gpu-agent", 5, agent, "flags, options, wiring; decides nothing"},
+	{"cmd/gpu-agent-mps", 5, agent, "the same for the MPS daemons, in a program that stays small"},
 	{"cmd/gpu-placer", 5, placer, "the same for the placer"},
 	{"cmd/kubectl-gpu", 5, plugin, "the same for the plugin for kubectl"},
 	{"internal/agent", 4, agent, "the loop"},
@@ -168,7 +169,7 @@ var lent = map[string]string{
 var tools = []string{"internal/atomicfile", "internal/socket", "pkg/gpu/nvml/internal/ctxlock"}
 
 // mains are the programs of the product.
-var mains = []string{"cmd/gpu-agent", "cmd/gpu-placer", "cmd/kubectl-gpu", "pkg/memcap/lib/hide"}
+var mains = []string{"cmd/gpu-agent", "cmd/gpu-agent-mps", "cmd/gpu-placer", "cmd/kubectl-gpu", "pkg/memcap/lib/hide"}
 
 // doors are outside systems that one package alone knows, by the prefix of their import
 // path. What has no owner is known by no package.
@@ -631,6 +632,52 @@ func TestLentIsLent(t *testing.T) {
 			t.Errorf("%s is lent to the plugin, and is not the agent's, not pure, without a reason, or not used", p)
 		}
 	}
+}
+
+// ofDaemons is what the program of the MPS daemons may bring along beside Go's own library: packages of
+// the product, and modules.
+var ofDaemons = struct{ own, modules []string }{
+	own: []string{"cmd/gpu-agent-mps", "internal/atomicfile", "internal/brief", "internal/command", "internal/mps", "internal/mps/cuinit",
+		"internal/socket", "pkg/gpu"},
+	modules: []string{"github.com/fsnotify/fsnotify", "github.com/spf13/cobra", "github.com/spf13/pflag", "golang.org/x/sys"},
+}
+
+// TestDaemonsProgramStaysSmall holds what the program of the MPS daemons is linked with. Two of its processes
+// are on each node all the time, and the agent's code for Kubernetes and NVML is 30 MB of a process.
+func TestDaemonsProgramStaysSmall(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "./cmd/gpu-agent-mps").Output()
+	if err != nil {
+		t.Fatalf("go list: %v", err)
+	}
+	brought := strings.Fields(string(out))
+	for _, v := range tooMuch(brought) {
+		t.Error(v)
+	}
+	if !slices.Contains(brought, module+"/internal/mps") {
+		t.Errorf("go list named %d packages, and not internal/mps: this test looks at nothing", len(brought))
+	}
+	// The rule bites.
+	for _, p := range []string{module + "/pkg/gpu/nvml", "google.golang.org/grpc", "k8s.io/client-go/rest", "net/http", "crypto/tls", "github.com/spf13/viper"} {
+		if found := tooMuch([]string{"os", "net", "golang.org/x/sys/unix", p, module + "/pkg/gpu"}); len(found) != 1 || !strings.HasPrefix(found[0], p+": ") {
+			t.Errorf("of %s it finds %q", p, found)
+		}
+	}
+}
+
+// tooMuch returns what the program of the MPS daemons may not bring along.
+func tooMuch(brought []string) (found []string) {
+	for _, p := range brought {
+		own, isOwn := strings.CutPrefix(p, module+"/")
+		first, _, _ := strings.Cut(p, "/")
+		switch {
+		case isOwn && slices.Contains(ofDaemons.own, own):
+		case !isOwn && slices.ContainsFunc(ofDaemons.modules, func(m string) bool { return under(p, m) }):
+		case !isOwn && (first == "vendor" || !strings.Contains(first, ".")) && p != "net/http" && p != "crypto/tls":
+		default:
+			found = append(found, p+": the program of the MPS daemons brings it along, and an idle supervisor is to have 15 MB at most")
+		}
+	}
+	return found
 }
 
 // TestEntriesAreInOrder keeps the table readable: from the top floor down.

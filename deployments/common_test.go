@@ -59,6 +59,9 @@ func program(t *testing.T) string { return built(t, "example.com/gpu-agent/cmd/g
 // placerProgram is gpu-placer.
 func placerProgram(t *testing.T) string { return built(t, "example.com/gpu-agent/cmd/gpu-placer") }
 
+// daemonsProgram is gpu-agent-mps.
+func daemonsProgram(t *testing.T) string { return built(t, "example.com/gpu-agent/cmd/gpu-agent-mps") }
+
 func built(t *testing.T, of string) string {
 	t.Helper()
 	if builds[of] == "" {

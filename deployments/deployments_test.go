@@ -409,7 +409,7 @@ func TestEnvironmentIsFlags(t *testing.T) {
 	}
 	run := knows("gpu-agent run", "GPU_AGENT_", programFlags(t))
 	cleanup := knows("gpu-agent cleanup", "GPU_AGENT_", commandFlags(t, "cleanup"))
-	ofMPS := knows("gpu-agent mps", "GPU_AGENT_", commandFlags(t, "mps"))
+	ofMPS := knows("gpu-agent-mps run", "GPU_AGENT_", daemonsFlags(t))
 	ofPlacer := knows("gpu-placer run", "GPU_PLACER_", placerFlags(t))
 	files, err := filepath.Glob("*/*.yaml")
 	if err != nil {
@@ -528,6 +528,12 @@ func commandFlags(t *testing.T, command string) map[string]string {
 func placerFlags(t *testing.T) map[string]string {
 	t.Helper()
 	return flagsOf(t, placerProgram(t), "run")
+}
+
+// daemonsFlags are those of `gpu-agent-mps run`.
+func daemonsFlags(t *testing.T) map[string]string {
+	t.Helper()
+	return flagsOf(t, daemonsProgram(t), "run")
 }
 
 // flagsOf reads a command's help. A flag's text has several lines.
@@ -914,8 +920,8 @@ func TestRenderedMPS(t *testing.T) {
 		t.Errorf("it runs elsewhere than the agent: %+v", spec)
 	}
 	c, ofAgent := &spec.Containers[0], agent(t, &agents)
-	if c.Image != ofAgent.Image || !slices.Equal(c.Args, []string{"mps"}) {
-		t.Errorf("it runs %q of %s", c.Args, c.Image)
+	if c.Image != ofAgent.Image || !slices.Equal(c.Command, []string{"/usr/bin/gpu-agent-mps"}) || !slices.Equal(c.Args, []string{"run"}) {
+		t.Errorf("it runs %q %q of %s", c.Command, c.Args, c.Image)
 	}
 	if !reflect.DeepEqual(c.LivenessProbe, probe{}) || !reflect.DeepEqual(c.ReadinessProbe, probe{}) || len(c.Resources.Limits) > 0 || len(c.Ports) > 0 {
 		t.Errorf("it has a probe, a limit or a port: %+v", c)
@@ -923,7 +929,7 @@ func TestRenderedMPS(t *testing.T) {
 	if s := c.SecurityContext; !s.ReadOnlyRootFilesystem || len(s.Capabilities.Add) > 0 {
 		t.Errorf("security context %+v", s)
 	}
-	flags, env := commandFlags(t, "mps"), c.env()
+	flags, env := daemonsFlags(t), c.env()
 	if env["GPU_AGENT_DRIVER_ROOT"] != ofAgent.env()["GPU_AGENT_DRIVER_ROOT"] || len(env) != 1 {
 		t.Errorf("its variables are %v", env)
 	}

@@ -104,7 +104,7 @@ type expression struct {
 type container struct {
 	Name, Image     string
 	ImagePullPolicy string `yaml:"imagePullPolicy"`
-	Args            []string
+	Command, Args   []string
 	Env             []struct {
 		Name, Value string
 		ValueFrom   struct {

@@ -88,7 +88,7 @@ func newAdvise() *cobra.Command {
 
 func (r *adviceRequest) register(fs *pflag.FlagSet) {
 	r.driver.register(fs)
-	stateDirFlag(fs, &r.stateDir)
+	command.StateDir(fs, &r.stateDir)
 	fs.StringVar(&r.trace, "trace", "",
 		"`file` of the cluster's pods and Events, as kubectl get pods,events -A -o json prints them")
 	inventoryFlag(fs, &r.inventory)

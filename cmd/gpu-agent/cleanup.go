@@ -29,7 +29,7 @@ func newCleanup() *cobra.Command {
 		Short: "remove what agents have left on this node and its Node object",
 		Long: `Removes what agents have left on this node and its Node object: labels, annotations,
 conditions, GPUNode, CDI files, sockets, MPS daemons with their compute modes, and the state
-directory. It refuses while an agent or gpu-agent mps runs, and while pods hold devices. What
+directory. It refuses while an agent or gpu-agent-mps runs, and while pods hold devices. What
 operators have set stays.`,
 		Example: "gpu-agent cleanup --node-name node-1 --wait",
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -41,7 +41,7 @@ operators have set stays.`,
 	}
 	n.register(c.Flags())
 	names.register(c.Flags())
-	driverRootFlag(c.Flags(), &driverRoot)
+	command.DriverRoot(c.Flags(), &driverRoot)
 	c.Flags().BoolVar(&wait, "wait", false,
 		"if it is refused, try again until it succeeds; then stay until told to end")
 	return c

@@ -27,17 +27,12 @@ type driverFlags struct {
 
 func (d *driverFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&d.library, "nvml-library", "", "NVML's library `file` (default: sought below --driver-root)")
-	driverRootFlag(fs, &d.root)
+	command.DriverRoot(fs, &d.root)
 	fs.StringVar(&d.hostRoot, "host-driver-root", "",
 		"the same `directory` as the host sees it, for CDI files (default: --driver-root)")
 	fs.StringVar(&d.proc, "proc-root", "/proc", "the host's /proc as the agent sees it, a `directory`")
 	fs.StringVar(&d.sys, "sys-root", "/sys",
 		"the host's /sys as the agent sees it, a `directory`: NUMA nodes, the PCI bus, network cards")
-}
-
-// driverRootFlag adds --driver-root.
-func driverRootFlag(fs *pflag.FlagSet, root *string) {
-	fs.StringVar(root, "driver-root", "/", "`directory` where the agent sees the driver's files")
 }
 
 func (d *driverFlags) options(log *slog.Logger) nvml.Options {

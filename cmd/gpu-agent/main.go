@@ -37,7 +37,7 @@ func newRoot() *cobra.Command {
 the pieces to the kubelet, and reports what is left.`,
 	}
 	root.AddCommand(newRun(), newInventory(), newCheck(), newPlan(), newTopology(),
-		newStatus(), newUsage(), newAdvise(), newMPS(), newParkProcess(), newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),
+		newStatus(), newUsage(), newAdvise(), newParkProcess(), newCleanup(), newExport(), command.NewVersion("gpu-agent", build()),
 		command.NewMoved("placer", "the placer is a program of its own, with an image of its own: "+
 			"write gpu-placer run, and GPU_PLACER_… for its variables"),
 		command.NewMoved("certificates", "the placer's program makes them: write gpu-placer certificates"))

@@ -26,7 +26,7 @@ type nodeFlags struct {
 func (n *nodeFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&n.kubeletDir, "kubelet-dir", "/var/lib/kubelet", "the kubelet's `directory`")
 	fs.StringVar(&n.cdiDir, "cdi-dir", "/var/run/cdi", "`directory` that the container runtime reads CDI files from")
-	stateDirFlag(fs, &n.stateDir)
+	command.StateDir(fs, &n.stateDir)
 	fs.StringVar(&n.hostRoot, "host-root", "/",
 		"`directory` where the agent sees the host's files: the runtime's socket is looked for below it")
 	fs.StringVar(&n.nfdDir, "nfd-dir", nfd.Dir,
@@ -34,12 +34,6 @@ func (n *nodeFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&n.runtimeEndpoint, "runtime-endpoint", "",
 		"the container runtime's `socket`, unix:///… as the kubelet names it "+
 			"(default: the first of the usual ones that exists)")
-}
-
-// stateDirFlag adds --state-dir, also to commands that only read it.
-func stateDirFlag(fs *pflag.FlagSet, dir *string) {
-	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent",
-		"`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
 }
 
 // runtime returns a client that asks the container runtime which containers have allocations of

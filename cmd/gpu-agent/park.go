@@ -10,7 +10,9 @@ import (
 	"github.com/spf13/cobra"
 
 	"example.com/gpu-agent/internal/agent"
+	"example.com/gpu-agent/internal/command"
 	"example.com/gpu-agent/internal/guard"
+	"example.com/gpu-agent/internal/mps"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/obs/agentobs"
 	"example.com/gpu-agent/internal/park"
@@ -32,11 +34,11 @@ func newParkProcess() *cobra.Command {
 		Short: "make one step of a container's park, which standard input names (the agent starts it)",
 		RunE: func(c *cobra.Command, _ []string) error {
 			return park.Serve(c.InOrStdin(), c.OutOrStdout(), proc, func() (park.Library, error) {
-				return park.OpenCUDA(mpsDriver(driverRoot).Libraries)
+				return park.OpenCUDA(mps.DriverBelow(driverRoot).Libraries)
 			})
 		},
 	}
-	driverRootFlag(c.Flags(), &driverRoot)
+	command.DriverRoot(c.Flags(), &driverRoot)
 	c.Flags().StringVar(&proc, "proc-root", "/proc", "the host's /proc as the agent sees it, a `directory`")
 	return c
 }

@@ -61,7 +61,7 @@ func (a *planFlags) register(fs *pflag.FlagSet) {
 	configFlag(fs, &a.config)
 	partitionFlag(fs, &a.partition)
 	inventoryFlag(fs, &a.inventory)
-	stateDirFlag(fs, &a.stateDir)
+	command.StateDir(fs, &a.stateDir)
 	a.names.Register(fs)
 	a.of.register(fs)
 }

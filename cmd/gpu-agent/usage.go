@@ -186,7 +186,7 @@ then. It reads the journal that the agent keeps in --state-dir.
 	fs.StringVar(&r.gpu, "gpu", "", "with --at: only of the GPU with this `index` or UUID")
 	fs.Float64Var(&r.price, "price", 0, "`price` of a granted GPU hour; with it the costs are printed, in the same currency")
 	fs.Float64Var(&r.spotPrice, "spot-price", 0, "`price` of a GPU hour that was granted in the spot tier (default: --price)")
-	stateDirFlag(fs, &stateDir)
+	command.StateDir(fs, &stateDir)
 	output = outputFlag(fs, "text", "csv", "json")
 	_ = c.RegisterFlagCompletionFunc("by", cobra.FixedCompletions(
 		[]cobra.Completion{"namespace", "pod", "label="},

@@ -65,7 +65,7 @@ type product struct {
 var products = []product{
 	{
 		name: "gpu-agent", what: "Shares a Kubernetes node's NVIDIA GPUs among pods",
-		programs: []string{"gpu-agent", "nvidia-cdi-hook"}, uses: []string{useImage, useLink}, lay: layAgent,
+		programs: []string{"gpu-agent", "gpu-agent-mps", "nvidia-cdi-hook"}, uses: []string{useImage, useLink}, lay: layAgent,
 	},
 	{
 		name: "gpu-placer", what: "Tells schedulers which node of a cluster has room for a piece of a GPU",

@@ -45,7 +45,7 @@ func cacheOf(t *testing.T) string {
 func built(t *testing.T) (r *release, cache string) {
 	t.Helper()
 	cache = cacheOf(t)
-	for _, file := range []string{"bin/gpu-agent", "bin/gpu-placer", "bin/nvidia-cdi-hook", "images/debian"} {
+	for _, file := range []string{"bin/gpu-agent", "bin/gpu-agent-mps", "bin/gpu-placer", "bin/nvidia-cdi-hook", "images/debian"} {
 		if _, err := os.Stat(filepath.Join(cache, file)); err != nil {
 			t.Skipf("`make image` makes what this looks at: %v", err)
 		}
@@ -99,7 +99,7 @@ func TestSameFilesSameDigest(t *testing.T) {
 		{products[0], []string{
 			"2 0777 bin", "5 0755 etc/", "0 0644 etc/group", "2 0777 etc/os-release", "0 0644 etc/passwd", "2 0777 lib", "2 0777 lib64", "5 0755 licenses/",
 			"0 0644 licenses/LICENSE", "0 0644 licenses/THIRD_PARTY_NOTICES", "5 1777 tmp/", "5 0755 usr/", "5 0755 usr/bin/",
-			"0 0755 usr/bin/gpu-agent", "0 0755 usr/bin/nvidia-cdi-hook", "5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 " + lib,
+			"0 0755 usr/bin/gpu-agent", "0 0755 usr/bin/gpu-agent-mps", "0 0755 usr/bin/nvidia-cdi-hook", "5 0755 usr/lib/", "0 0644 usr/lib/os-release", "5 0755 " + lib,
 			"0 0755 " + lib + "ld-linux-x86-64.so.2", "0 0755 " + lib + "libc.so.6", "0 0644 " + lib + "libdl.so.2", "0 0644 " + lib + "libm.so.6",
 			"0 0644 " + lib + "libpthread.so.0", "0 0644 " + lib + "librt.so.1", "5 0755 usr/lib64/", "2 0777 usr/lib64/ld-linux-x86-64.so.2",
 			"5 0755 var/", "5 0755 var/lib/", "5 0755 var/lib/dpkg/", "5 0755 var/lib/dpkg/status.d/",

@@ -49,6 +49,17 @@ func Kubeconfig(fs *pflag.FlagSet, file *string, otherwise string) {
 		"`file` with the API server's address and credentials (default: "+otherwise+")")
 }
 
+// DriverRoot adds --driver-root.
+func DriverRoot(fs *pflag.FlagSet, root *string) {
+	fs.StringVar(root, "driver-root", "/", "`directory` where the agent sees the driver's files")
+}
+
+// StateDir adds --state-dir, also to commands that only read it.
+func StateDir(fs *pflag.FlagSet, dir *string) {
+	fs.StringVar(dir, "state-dir", "/var/lib/gpu-agent",
+		"`directory` of the agent's own files: its socket, the usage journal and others; the same path on the host")
+}
+
 // Log are the flags of a program that writes a log. Call Register on a zero value.
 type Log struct {
 	format, level Choice

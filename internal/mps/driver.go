@@ -19,6 +19,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"example.com/gpu-agent/pkg/gpu"
 )
 
 // Driver says where the driver's files may be. They may come and go, as those of a driver in a
@@ -30,6 +32,23 @@ type Driver struct {
 	// Libraries is the directories that may have the driver's libraries; the first that has the
 	// CUDA driver counts. Empty if the dynamic linker finds them by itself.
 	Libraries []string
+}
+
+// driverContainer is where NVIDIA's GPU Operator has the files of a driver in a container, below the
+// host's root.
+const driverContainer = "run/nvidia/driver"
+
+// DriverBelow returns the places of a driver that is installed below root, or in the GPU Operator's
+// container there.
+func DriverBelow(root string) (d Driver) {
+	for _, at := range []string{root, filepath.Join(root, driverContainer)} {
+		programs, libraries := gpu.DriverPlaces(at)
+		d.Programs = append(d.Programs, programs...)
+		if root != "/" { // otherwise the dynamic linker finds them by itself
+			d.Libraries = append(d.Libraries, libraries...)
+		}
+	}
+	return d
 }
 
 // cudaLibrary is the library that a server needs.

@@ -114,7 +114,7 @@ func Start(t *testing.T, s *plane.Server, o Options) *Node {
 	n.pid = plane.Background(t, agent[0], agent[1:]...)
 	if n.underMPS() {
 		// The component's second process: the node has no init of its own that would outlive it.
-		plane.Background(t, o.Agent, "mps", "--supervise", "--driver-root", at("driver"), "--state-dir", at("state"))
+		plane.Background(t, plane.Program(t, "gpu-agent-mps"), "supervise", "--driver-root", at("driver"), "--state-dir", at("state"))
 	}
 	if slices.ContainsFunc(o.Entries, func(e string) bool { return strings.Contains(e, "api: dra") }) {
 		n.register(t, at("kubelet", "plugins_registry", Driver+"-reg.sock"))

@@ -516,13 +516,13 @@ func (a *Agent) Crash(ctx context.Context) error {
 
 // Process is the agent's, found by its program and command, of which the node
 // has one.
-func (a *Agent) Process() (Process, error) { return a.process("run") }
+func (a *Agent) Process() (Process, error) { return a.process("gpu-agent", "run") }
 
 // Supervisor is the process that keeps the node's MPS daemons.
-func (a *Agent) Supervisor() (Process, error) { return a.process("mps", "--supervise") }
+func (a *Agent) Supervisor() (Process, error) { return a.process("gpu-agent-mps", "supervise") }
 
-// process is the one of the agent's program that has these arguments first.
-func (a *Agent) process(first ...string) (Process, error) {
+// process is the node's only one that runs a command of one of the image's programs.
+func (a *Agent) process(program, command string) (Process, error) {
 	dirs, err := filepath.Glob(a.node.File("/proc/[0-9]*"))
 	if err != nil {
 		return Process{}, err
@@ -530,10 +530,9 @@ func (a *Agent) process(first ...string) (Process, error) {
 	var found []Process
 	for _, dir := range dirs {
 		// A process may end while it is looked at.
-		program, _ := os.Readlink(filepath.Join(dir, "exe"))
-		command, _ := os.ReadFile(filepath.Join(dir, "cmdline"))
-		if args := strings.Split(string(command), "\x00"); filepath.Base(program) != "gpu-agent" || len(args) <= len(first) ||
-			!slices.Equal(args[1:1+len(first)], first) {
+		exe, _ := os.Readlink(filepath.Join(dir, "exe"))
+		line, _ := os.ReadFile(filepath.Join(dir, "cmdline"))
+		if args := strings.Split(string(line), "\x00"); filepath.Base(exe) != program || len(args) < 2 || args[1] != command {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(dir))
@@ -545,7 +544,7 @@ func (a *Agent) process(first ...string) (Process, error) {
 		}
 	}
 	if len(found) != 1 {
-		return Process{}, fmt.Errorf("the node has %d processes of gpu-agent %s, want 1: %v", len(found), strings.Join(first, " "), found)
+		return Process{}, fmt.Errorf("the node has %d processes of %s, want 1: %v", len(found), program+" "+command, found)
 	}
 	return found[0], nil
 }

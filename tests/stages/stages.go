@@ -189,7 +189,7 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			},
 		},
 		{
-			name: "image", what: "the container images of agent and placer", after: []string{"host"}, reads: []string{"Makefile", "LICENSE", "cmd/gpu-agent", "cmd/gpu-placer", "deployments/image", "pkg/memcap/lib/build"},
+			name: "image", what: "the container images of agent and placer", after: []string{"host"}, reads: []string{"Makefile", "LICENSE", "cmd/gpu-agent", "cmd/gpu-agent-mps", "cmd/gpu-placer", "deployments/image", "pkg/memcap/lib/build"},
 			commands: []command{run("make", "--no-print-directory", "image", "CACHE="+cache)},
 		},
 		{

@@ -16,28 +16,6 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// toolDirs are the directories below the driver's root where distributions put its programs.
-var toolDirs = []string{"usr/bin", "bin", "usr/sbin", "sbin", "usr/local/bin", "usr/local/nvidia/bin"}
-
-// libraryDirs are the directories below the driver's root where distributions put its libraries.
-var libraryDirs = []string{
-	"usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "lib64", "lib/x86_64-linux-gnu",
-	"lib/aarch64-linux-gnu", "usr/lib", "lib", "usr/lib64/nvidia", "usr/lib/x86_64-linux-gnu/nvidia/current",
-	"usr/lib/aarch64-linux-gnu/nvidia/current", "usr/local/nvidia/lib64",
-}
-
-// Places returns the directories in which the programs and the libraries of a driver can be that is
-// installed below root. None of them need exist.
-func Places(root string) (programs, libraries []string) {
-	for _, dir := range toolDirs {
-		programs = append(programs, filepath.Join(root, dir))
-	}
-	for _, dir := range libraryDirs {
-		libraries = append(libraries, filepath.Join(root, dir))
-	}
-	return programs, libraries
-}
-
 // toolGrace is how long a program may keep its output open after it was told to end.
 const toolGrace = time.Second
 
@@ -109,8 +87,9 @@ func toolMeaning(status int, _ string) error {
 
 // tool finds one of the driver's programs.
 func (s *session) tool(name string) (string, error) {
-	for _, dir := range toolDirs {
-		path := filepath.Join(s.opts.DriverRoot, dir, name)
+	programs, _ := gpu.DriverPlaces(s.opts.DriverRoot)
+	for _, dir := range programs {
+		path := filepath.Join(dir, name)
 		if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0 {
 			return path, nil
 		}
