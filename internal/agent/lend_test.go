@@ -608,11 +608,14 @@ func (n *lendingNode) tryJob() (runs bool) {
 // no process of the notebook and container of the job have the room at once, and each process that comes gets onto the
 // GPU when the job has ended.
 func TestLendingWalk(t *testing.T) {
+	const after = time.Minute // the least; the watchdog looks each second of virtual time
+	lends := strings.Replace(allLend, "15m", after.String(), 1)
 	rng := rand.New(rand.NewPCG(44, 4))
 	met := map[string]int{}
 	for range max(3, *stormSteps/1000) {
 		inLending(t, func(n *lendingNode) {
-			file, job := allLend, false
+			file, job := lends, false
+			n.SetFile("p.yaml", []byte(file))
 			wants := func() (wants bool) {
 				n.programs.with(func() { wants = n.waiting[n.notebook]+n.on[n.notebook] > 0 })
 				return wants
@@ -621,7 +624,7 @@ func TestLendingWalk(t *testing.T) {
 				what := ""
 				switch rng.IntN(10) {
 				case 0, 1, 2, 3:
-					n.pass(time.Duration(rng.IntN(40*60*1000)) * time.Millisecond)
+					n.pass(time.Duration(rng.IntN(int(3*after.Milliseconds()))) * time.Millisecond)
 				case 4:
 					if what = "comes"; !wants() {
 						if n.lent() {
@@ -646,7 +649,7 @@ func TestLendingWalk(t *testing.T) {
 					}
 				case 9:
 					if rng.IntN(2) == 0 {
-						file = map[string]string{allLend: allSpot, allSpot: allLend}[file]
+						file = map[string]string{lends: allSpot, allSpot: lends}[file]
 						n.SetFile("p.yaml", []byte(file))
 						break
 					}
