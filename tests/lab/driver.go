@@ -394,6 +394,13 @@ func (d *Driver) SetHealth(ctx context.Context, index int, figures string) error
 	return err
 }
 
+// KeepBusy has a process compute on a GPU from now on, with so many percent of its multiprocessors. One that ends so
+// takes the other clients of its MPS server with it.
+func (d *Driver) KeepBusy(ctx context.Context, index int, p Process, percent int) error {
+	_, err := d.control(ctx, "busy", "--pid", strconv.Itoa(p.PID), "--gpu", strconv.Itoa(index), strconv.Itoa(percent))
+	return err
+}
+
 // Setup changes how a GPU is set, as an earlier owner would have left it: JSON, with what differs.
 func (d *Driver) Setup(ctx context.Context, index int, settings string) error {
 	_, err := d.control(ctx, "setup", "--gpu", strconv.Itoa(index), settings)
