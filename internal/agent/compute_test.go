@@ -78,6 +78,48 @@ func TestComputeOfAGPU(t *testing.T) {
 	}
 }
 
+// The GPUNode says how many namespaces have shares of a GPU. It counts neither containers without a share, nor spot
+// pods that have given their room back, nor holders that the kubelet has not named.
+func TestNamespacesOfAGPU(t *testing.T) {
+	holder := func(id, namespace string, u gpu.UUID, percent int) ledger.Allocation {
+		return ledger.Allocation{ID: id, Owner: ledger.DevicePlugin, Resource: memResource,
+			Holder: ledger.Holder{Pod: workload.Pod{Namespace: namespace, Name: "p"}, Container: "c"},
+			Grants: []ledger.Grant{{GPU: u, Piece: piece.Units{Set: piece.SetOf([]int{0}), Unit: 1024}, Compute: compute.Share{Ceiling: percent}}}}
+	}
+	out := holder("c", "third", uuid(0), 25)
+	out.Tier, out.Yield = ledger.Spot, ledger.Yield{To: []string{"a"}, Out: true}
+	yields := out
+	yields.Yield.Out = false
+	for name, c := range map[string]struct {
+		held []ledger.Allocation
+		want int
+	}{
+		"nobody":               {nil, 0},
+		"two pods of one":      {[]ledger.Allocation{holder("a", "one", uuid(0), 25), holder("b", "one", uuid(0), 25)}, 1},
+		"two":                  {[]ledger.Allocation{holder("a", "one", uuid(0), 25), holder("b", "two", uuid(0), 25)}, 2},
+		"on another GPU":       {[]ledger.Allocation{holder("a", "one", uuid(0), 25), holder("b", "two", uuid(1), 25)}, 1},
+		"in turns":             {[]ledger.Allocation{holder("a", "one", uuid(0), 0), holder("b", "two", uuid(0), 0)}, 0},
+		"not named yet":        {[]ledger.Allocation{holder("a", "one", uuid(0), 25), holder("b", "", uuid(0), 25)}, 1},
+		"a spot pod's is back": {[]ledger.Allocation{holder("a", "one", uuid(0), 25), out}, 1},
+		"a spot pod yields":    {[]ledger.Allocation{holder("a", "one", uuid(0), 25), yields}, 2},
+	} {
+		inv := machine(2)
+		layout := plan.Layout{Known: true, Offers: true, Division: piece.Division{Kind: piece.KindUnits, N: 4}, Compute: compute.Sharing{MPS: true, Factor: 1}}
+		snap := &Snapshot{At: time.Now(), hardware: readout{Inventory: inv}, shape: shape{Layouts: map[gpu.UUID]plan.Layout{uuid(0): layout, uuid(1): layout}}}
+		names := deviceplugin.ResourceNames("example.com")
+		offer := deviceplugin.Build(deviceplugin.Input{Inventory: inv, Changes: &plan.Changes{Layouts: snap.shape.Layouts}, Held: c.held, Names: names})
+		at := newScene(snap, names, "example.com", 1024, offer, c.held)
+		at.computed = func(string, gpu.UUID) compute.Held { return unseen }
+		n := at.gpuNode(gpunode.InPods, memcap.API)
+		if got := n.GPUs[0].Namespaces; got != c.want {
+			t.Errorf("%s: %d namespaces, want %d", name, got, c.want)
+		}
+		if err := n.Check(); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
 // What no record has of a share, the limit page has, and for a holder without a page what the layout gives: the
 // share outlives lost records like the cap. A container that takes turns has none.
 func TestSharesOutliveLostRecords(t *testing.T) {

@@ -31,6 +31,7 @@ func (at *scene) gpuNode(in gpunode.HoldersIn, caps memcap.Level) *gpunode.Statu
 		u := gpu.UUID(g.UUID)
 		g.Spot = at.spot(g)
 		g.ComputeGuarantee = string(at.computeGuarantee(u))
+		g.Namespaces = min(at.namespaces(u), mostNamespaces)
 		if in == gpunode.InObject {
 			g.Holders = at.gpuNodeHolders(u)
 		}
@@ -202,6 +203,23 @@ func (at *scene) computeGuarantee(u gpu.UUID) (weakest compute.Guarantee) {
 		}
 	}
 	return weakest
+}
+
+// mostNamespaces is the largest GPU.Namespaces of a GPUNode. An MPS server accepts far fewer clients.
+const mostNamespaces = 1024
+
+// namespaces returns how many namespaces the pods with shares of a GPU's SMs belong to, as far as the kubelet has
+// named them. A spot pod that has given its room back does not count.
+func (at *scene) namespaces(u gpu.UUID) int {
+	of := map[string]bool{}
+	for i := range at.allocations {
+		a := &at.allocations[i]
+		share := func(g ledger.Grant) bool { return g.GPU == u && g.Compute.Ceiling > 0 }
+		if a.Holder.Namespace != "" && !a.Out() && slices.ContainsFunc(a.Grants, share) {
+			of[a.Holder.Namespace] = true
+		}
+	}
+	return len(of)
 }
 
 // used returns the numbers of the held devices of a GPU; a whole GPU is number 0.

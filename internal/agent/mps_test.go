@@ -253,7 +253,7 @@ func TestMPSWalk(t *testing.T) {
 		if n := len(b.files()); n != 0 || b.mode() != gpu.ComputeProhibited || !slices.Contains(b.reasons(), status.MPSNotReady) {
 			t.Errorf("the daemon has ended: %d files, mode %s, %v", n, b.mode(), b.reasons())
 		}
-		if s := b.Status().GPUs[0].MPS; s == nil || !strings.Contains(s.Trouble, "NotStarted: it has ended") {
+		if s := b.Status().GPUs[0].MPS; s == nil || s.Namespaces != 1 || !strings.Contains(s.Trouble, "NotStarted: it has ended") {
 			t.Errorf("the status has %+v", s)
 		}
 		o.mps.with(func() { clear(o.mps.broken) })

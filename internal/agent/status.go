@@ -156,7 +156,8 @@ func (y *display) show(at *scene) status.Status {
 	daemons := y.daemons()
 	for i := range s.GPUs {
 		if d, is := daemons[gpu.UUID(s.GPUs[i].UUID)]; is {
-			s.GPUs[i].MPS = &status.MPS{Percent: d.Percent, Clients: len(d.Clients), Trouble: d.Trouble}
+			s.GPUs[i].MPS = &status.MPS{Percent: d.Percent, Clients: len(d.Clients),
+				Namespaces: at.namespaces(gpu.UUID(s.GPUs[i].UUID)), Trouble: d.Trouble}
 		}
 	}
 	return s

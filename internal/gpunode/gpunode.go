@@ -107,6 +107,9 @@ type GPU struct {
 	// "ceiling" if all of them are, otherwise "none"; empty if no container has a share.
 	Compute          string `json:"compute,omitempty" max:"16"`
 	ComputeGuarantee string `json:"computeGuarantee,omitempty" max:"16"`
+	// Namespaces is how many namespaces the pods with shares of the GPU's multiprocessors belong to, as far as they
+	// are known: a fault of one may end them all. 0 if no pod has a share.
+	Namespaces int `json:"namespaces,omitempty" max:"1024"`
 	// Cordoned is true if an operator keeps new pods off the GPU.
 	Cordoned bool `json:"cordoned,omitempty"`
 	// Conditions has the conditions Healthy and Available. It has Idle only while that is True.

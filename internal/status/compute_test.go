@@ -56,7 +56,18 @@ func TestComputeIsShown(t *testing.T) {
 			t.Errorf("the page has %q not once:\n%s", want, page)
 		}
 	}
-	s.Containers = s.Containers[2:]
+	for n, want := range map[int]bool{0: false, 1: false, 2: true} {
+		const mixed = "3 processes are clients of its MPS server, which end with its pod; pods of 2 namespaces share it, and a fault of one may end all"
+		s.GPUs[0].MPS = &MPS{Clients: 3, Namespaces: n}
+		text.Reset()
+		if err := WriteText(&text, s, TextOptions{Width: 200, ASCII: true}); err != nil || strings.Contains(text.String(), mixed) != want {
+			t.Errorf("pods of %d namespaces: %v\n%s", n, err, &text)
+		}
+		if page := htmlOf(t, s); strings.Contains(page, mixed) != want || strings.Contains(page, "namespaces share") != want {
+			t.Errorf("the page, with pods of %d namespaces:\n%s", n, page)
+		}
+	}
+	s.GPUs[0].MPS, s.Containers = nil, s.Containers[2:]
 	text.Reset()
 	if err := WriteText(&text, s, TextOptions{Width: 120, ASCII: true}); err != nil || strings.Contains(text.String(), "compute") {
 		t.Errorf("without a share there is a table of shares: %v\n%s", err, &text)

@@ -95,6 +95,9 @@ func (g *GPU) notes(now time.Time) []note {
 	}
 	if m := g.MPS; m != nil {
 		tone, text := "ok", fmt.Sprintf("%s of its MPS server, which end with its pod", count(m.Clients, "process is a client", "processes are clients"))
+		if m.Namespaces > 1 {
+			text += fmt.Sprintf("; pods of %d namespaces share it, and a fault of one may end all", m.Namespaces)
+		}
 		if m.Trouble != "" {
 			tone, text = "bad", text+"; "+m.Trouble
 		}

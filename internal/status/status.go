@@ -111,6 +111,8 @@ type MPS struct {
 	// Clients is how many processes compute through the daemon's servers. All of them end with the pod
 	// of the daemon.
 	Clients int `json:"clients"`
+	// Namespaces is how many namespaces the pods with shares of the GPU belong to, as far as they are known.
+	Namespaces int `json:"namespaces,omitempty"`
 	// Trouble is why the daemon cannot be relied on now; empty if it can. Then devices are withdrawn.
 	Trouble string `json:"trouble,omitempty"`
 }
