@@ -159,6 +159,23 @@ func TestSlowStart(t *testing.T) {
 	}
 }
 
+// TestSlowStartOfAnother: a supervisor waits for the daemon that a predecessor has started, as long as that one
+// would have.
+func TestSlowStartOfAnother(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, emulated(t, "555.58.02"))
+	mpstest.Set(t, w.driver.Programs[0], mpstest.Behaviour{BetweenSockets: 2 * time.Second})
+	w.killAt("started", func(c *Client) {
+		_, _ = c.Sync(t.Context(), []Want{{GPU: gpuA, Percent: 26}})
+	}, func(c *Client) {
+		first := pids(w.processes(gpuA), aDaemon)
+		if d := w.is(c, gpuA, ""); len(first) != 1 || d.PID != first[0] || d.Starts != 0 {
+			t.Errorf("%+v, and the predecessor's was %v", d, first)
+		}
+		w.sync()
+	})
+}
+
 // TestAnswers: an answer that cannot be read is a failure, and no size of it harms.
 func TestAnswers(t *testing.T) {
 	t.Parallel()

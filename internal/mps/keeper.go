@@ -302,8 +302,12 @@ func (k *keeper) endUnreachable(p process) error {
 	return nil
 }
 
+// startTurn is how long a round waits for a daemon that an earlier supervisor has started. A later round goes
+// on waiting, until the daemon has had startWait.
+const startTurn = 500 * time.Millisecond
+
 // remains looks for what there is of MPS in the directory while no process listens. It waits for a
-// daemon that a supervisor has started that has ended since.
+// daemon that a supervisor has started that has ended since. One that has a server has listened before.
 func (k *keeper) remains() error {
 	all, err := relatives(k.files.control())
 	if err != nil {
@@ -313,10 +317,18 @@ func (k *keeper) remains() error {
 		if r.role != aDaemon {
 			continue
 		}
-		for end := time.Now().Add(firstPause); r.alive() && time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
+		left := startWait - r.age()
+		if len(pids(all, aServer)) > 0 {
+			left = 0
+		}
+		for end := time.Now().Add(min(left, startTurn)); r.alive() && time.Now().Before(end); time.Sleep(5 * time.Millisecond) {
 			if pid, err := listener(k.files.socket()); err == nil {
 				return &Problem{Starting, fmt.Sprintf("the daemon %d has just begun to listen", pid)}
 			}
+		}
+		if left > startTurn && r.alive() {
+			return &Problem{Starting, fmt.Sprintf("the daemon %d does not listen yet; "+
+				"it is ended if it does not %v after its start", r.pid, startWait)}
 		}
 		if err := k.endUnreachable(r.process); err != nil {
 			return err

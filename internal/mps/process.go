@@ -68,6 +68,12 @@ func (p process) alive() bool {
 	return err == nil && now == p
 }
 
+// clockTick is the kernel's unit of times in /proc: USER_HZ is 100 on all of this program's architectures.
+const clockTick = 10 * time.Millisecond
+
+// age returns for how long the process lives.
+func (p process) age() time.Duration { return sinceBoot() - time.Duration(p.start)*clockTick }
+
 // signal sends a signal to the process, and never to another that has its PID since.
 func (p process) signal(sig unix.Signal) error {
 	fd, err := unix.PidfdOpen(p.pid, 0)
