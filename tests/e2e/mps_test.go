@@ -33,9 +33,9 @@ const (
 	computeExclusive = "exclusive-process"
 )
 
-// TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and are held to
-// them. An upgrade of the agent, and restarts of the agent and of the supervisor under them, end none.
-// When the partition has no MPS any more, nothing of it is left.
+// TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and their twelve
+// programs are held to them. An upgrade of the agent, and restarts of the agent and of the supervisor under
+// them, by kill -9 and by SIGTERM, end none, and neither the daemon nor its server. When the partition has no MPS any more, nothing of it is left.
 func TestMPS(t *testing.T) {
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
@@ -45,10 +45,14 @@ func TestMPS(t *testing.T) {
 
 	pods := map[string]*lab.RunningPod{"quarter": b.tenant("quarter", 20), "half": b.tenant("half", 40)}
 	ceilings := map[string]int{"quarter": 26, "half": 51}
+	const programs = 6 // of each pod
 	probes := map[string]*lab.Probe{}
 	for name, pod := range pods {
-		probes[name] = b.probe(pod, "main", nil)
-		b.take(probes[name], chunk, 1)
+		for i := range programs {
+			k := b.probe(pod, "main", nil)
+			b.take(k, chunk, 1)
+			probes[fmt.Sprintf("program %d of %s", i, name)] = k
+		}
 	}
 	held := func(what string) {
 		b.Helper()
@@ -66,8 +70,8 @@ func TestMPS(t *testing.T) {
 					}
 				}
 			}
-			if m := s.GPUs[0].MPS; m == nil || m.Clients != 2 || m.Trouble != "" {
-				errs = append(errs, fmt.Errorf("GPU 0 has %+v, want 2 clients", m))
+			if m := s.GPUs[0].MPS; m == nil || m.Clients != len(probes) || m.Trouble != "" {
+				errs = append(errs, fmt.Errorf("GPU 0 has %+v, want %d clients", m, len(probes)))
 			}
 			if seen != 2 || s.Watchdog.Intruders != 0 {
 				errs = append(errs, fmt.Errorf("%d containers, %d intruders", seen, s.Watchdog.Intruders))
@@ -87,10 +91,17 @@ func TestMPS(t *testing.T) {
 		}
 	}
 	before := b.processes(pods["quarter"], pods["half"])
-	for range count(3, 10) {
+	standing := func() []int {
+		return append(mpsProcesses("nvidia-cuda-mps-control"), mpsProcesses("nvidia-cuda-mps-server")...)
+	}
+	stood := standing()
+	if len(stood) != 2 {
+		b.Fatalf("the daemon and its server are the processes %v", stood)
+	}
+	for i := range count(4, 10) {
 		p, err := agent.Supervisor()
 		b.must(err)
-		b.must(node.Signal(b.ctx, p, "KILL"))
+		b.must(node.Signal(b.ctx, p, []string{"KILL", "TERM"}[i%2]))
 		b.must(lab.Await(b.ctx, 30*time.Second, "another supervisor", func(context.Context) error {
 			now, err := agent.Supervisor()
 			if err == nil && now == p {
@@ -100,8 +111,8 @@ func TestMPS(t *testing.T) {
 		}))
 	}
 	computes("restarts of the supervisor")
-	for range count(2, 10) {
-		b.must(agent.Crash(b.ctx))
+	for i := range count(2, 10) {
+		b.must([]func(context.Context) error{agent.Crash, agent.Replace}[i%2](b.ctx))
 		b.must(agent.Ready(b.ctx))
 	}
 	computes("restarts of the agent")
@@ -110,6 +121,9 @@ func TestMPS(t *testing.T) {
 	b.must(err)
 	computes("an upgrade of the agent")
 	b.must(hurt(before))
+	if stand := standing(); !slices.Equal(stand, stood) {
+		b.Errorf("the daemon and its server are the processes %v, and were %v", stand, stood)
+	}
 	held("both are held to their shares after all that")
 
 	for _, k := range probes {

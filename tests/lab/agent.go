@@ -495,11 +495,28 @@ func (a *Agent) Strike(ctx context.Context) error {
 // DaemonSet makes another at once: a container that ends again and again is
 // started by the kubelet after ever longer pauses. It returns when another runs.
 func (a *Agent) Crash(ctx context.Context) error {
-	old := a.pod
 	// One that has not come up yet is struck by its pod's end.
 	_ = a.Strike(ctx)
-	if err := a.node.api.remove(ctx, agentPods+"/"+old+"?gracePeriodSeconds=0"); err != nil {
+	if err := a.replace(ctx, "?gracePeriodSeconds=0"); err != nil {
 		return fmt.Errorf("crash the agent: %w", err)
+	}
+	return nil
+}
+
+// Replace has the kubelet tell the agent to end, with the grace period of its pod, as an update of
+// the DaemonSet does. It returns when another runs.
+func (a *Agent) Replace(ctx context.Context) error {
+	if err := a.replace(ctx, ""); err != nil {
+		return fmt.Errorf("replace the agent: %w", err)
+	}
+	return nil
+}
+
+// replace deletes the agent's pod and returns when another runs.
+func (a *Agent) replace(ctx context.Context, query string) error {
+	old := a.pod
+	if err := a.node.api.remove(ctx, agentPods+"/"+old+query); err != nil {
+		return err
 	}
 	return Await(ctx, time.Minute, "the next agent", func(ctx context.Context) error {
 		pods, err := a.pods(ctx)
