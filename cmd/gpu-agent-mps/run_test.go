@@ -20,13 +20,13 @@ import (
 	"github.com/spf13/pflag"
 
 	"example.com/gpu-agent/internal/mps"
+	"example.com/gpu-agent/internal/mps/mpstest"
 	"example.com/gpu-agent/pkg/gpu"
-	emps "example.com/gpu-agent/tests/emulator/mps"
 )
 
 // TestMain is also the emulated programs of MPS, which are this binary, and the probe.
 func TestMain(m *testing.M) {
-	emps.Main()
+	mpstest.Main()
 	if os.Getenv(probeVariable) != "" {
 		if err := within(context.Background(), os.Stdout, []string{probeCommand}); err != nil {
 			fmt.Fprintln(os.Stderr, err)
@@ -157,10 +157,7 @@ func TestResident(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	dir, driver := stateDir(t), t.TempDir()
-	programs := filepath.Join(driver, "usr/bin")
-	if err := errors.Join(emps.Lay(programs, "555.58.02"), emps.Until(programs, os.Getpid())); err != nil {
-		t.Fatal(err)
-	}
+	mpstest.InstallAt(t, filepath.Join(driver, "usr/bin"), "555.58.02")
 	// The real programs are linked with the driver's library.
 	libraries := filepath.Join(driver, "usr/lib64")
 	if err := errors.Join(os.MkdirAll(libraries, 0o755), os.WriteFile(filepath.Join(libraries, "libcuda.so.1"), nil, 0o644)); err != nil {

@@ -3,7 +3,13 @@
 package mpstest
 
 import (
+	"fmt"
 	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"sync"
 	"testing"
 
 	"example.com/gpu-agent/tests/emulator/mps"
@@ -25,21 +31,64 @@ func Connect(pipe string) (*Client, error) { return mps.Connect(pipe) }
 func Install(t testing.TB, version string) string {
 	t.Helper()
 	dir := t.TempDir()
+	InstallAt(t, dir, version)
+	return dir
+}
+
+// InstallAt is Install with a directory of the caller's.
+func InstallAt(t testing.TB, dir, version string) {
+	t.Helper()
 	Replace(t, dir, version)
 	if err := mps.Until(dir, os.Getpid()); err != nil {
 		t.Fatal(err)
 	}
-	return dir
 }
 
 // Replace puts another driver's programs into the directory of Install. Daemons that run are not
 // changed.
 func Replace(t testing.TB, dir, version string) {
 	t.Helper()
-	if err := mps.Lay(dir, version); err != nil {
+	if !raced() {
+		if err := mps.Lay(dir, version); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	program, err := built()
+	if err == nil {
+		err = mps.LayProgram(dir, version, fmt.Sprintf("/proc/self/fd/%d", program.Fd()))
+	}
+	if err != nil {
 		t.Fatal(err)
 	}
 }
+
+// raced reports whether the test binary has the race detector. The programs are then another one, which
+// has not: what they cost is mostly that they are started, which the detector makes ten times as much.
+func raced() bool {
+	info, ok := debug.ReadBuildInfo()
+	return ok && slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"})
+}
+
+// programs is the package of the program that is all of MPS's programs.
+const programs = "example.com/gpu-agent/tests/emulator/mps/programs"
+
+// built builds the programs without the race detector. Its file has no name any more, so that nothing of it is
+// left behind.
+var built = sync.OnceValues(func() (*os.File, error) {
+	dir, err := os.MkdirTemp("", "mpstest")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	path := filepath.Join(dir, "programs")
+	build := exec.Command("go", "build", "-ldflags=-s -w", "-o", path, programs)
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("build the emulated programs of MPS: %w\n%s", err, out)
+	}
+	return os.Open(path)
+})
 
 // Set sets how the daemons of a directory of Install behave.
 func Set(t testing.TB, dir string, b Behaviour) {

@@ -64,12 +64,15 @@ func endWith(w *world) {
 
 // Lay puts the programs of a driver into a directory, in place of those of another. Daemons that run
 // are not changed. The caller's own program must call Main.
-func Lay(dir, version string) error {
+func Lay(dir, version string) error { return LayProgram(dir, version, "/proc/self/exe") }
+
+// LayProgram is Lay with another program that calls Main, by its path.
+func LayProgram(dir, version, from string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
 	fresh := filepath.Join(dir, ".nvidia-cuda-mps")
-	if err := errors.Join(removed(fresh), program(fresh, version)); err != nil {
+	if err := errors.Join(removed(fresh), program(fresh, version, from)); err != nil {
 		return err
 	}
 	for _, name := range []string{controlName, serverName} {
@@ -93,19 +96,19 @@ func removed(path string) error {
 	return nil
 }
 
-// program copies this program, with a version as NVIDIA's have it among their strings.
-func program(path, version string) (err error) {
-	self, err := os.Open("/proc/self/exe")
+// program copies a program, with a version as NVIDIA's have it among their strings.
+func program(path, version, from string) (err error) {
+	source, err := os.Open(from)
 	if err != nil {
 		return err
 	}
-	defer self.Close()
+	defer source.Close()
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	if _, err := io.Copy(f, self); err != nil {
+	if _, err := io.Copy(f, source); err != nil {
 		return err
 	}
 	_, err = f.WriteString("\x00" + version + "\x00")
