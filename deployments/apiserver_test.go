@@ -213,6 +213,7 @@ func TestAtTheAPIServer(t *testing.T) {
 	t.Run("conditions", func(t *testing.T) { s.tryConditions(t, node) })
 	t.Run("allocatable", func(t *testing.T) { s.tryAllocatable(t, status) })
 	t.Run("evictions", s.tryEvictions)
+	t.Run("endings", s.tryEndings)
 	t.Run("slices", s.trySlices)
 	t.Run("GPUNodes", s.tryGPUNodes)
 	t.Run("the autoscaler that the docs show", s.tryShownAutoscaler)

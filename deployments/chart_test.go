@@ -53,7 +53,7 @@ func chart(t *testing.T, of string, values ...string) []object {
 
 // switches are what the chart can be told to add to the base, by the names of kustomize's
 // directories.
-var switches = []string{"dra", "evict", "gke", "monitoring", "mps", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "stays", "driver-container", "placer", "kueue", "liqo", "cleanup"}
+var switches = []string{"dra", "evict", "gke", "monitoring", "mps", "mps-detach", "network-policy", "nfd", "openshift", "selinux", "startup-taint", "stays", "driver-container", "placer", "kueue", "liqo", "cleanup"}
 
 // switched are the values that turn switches on.
 func switched(on ...string) (values []string) {
@@ -518,7 +518,7 @@ func TestChartFlags(t *testing.T) {
 		t.Fatal(err)
 	}
 	flags := slices.Concat(schema.Properties.Flags.PropertyNames.Enum, []string{
-		"domain", "resource-domain", "memory-unit", "evict-after", "startup-taint", "node-labels", "cap-labels", // values
+		"domain", "resource-domain", "memory-unit", "evict-after", "mps-detach-ending", "startup-taint", "node-labels", "cap-labels", // values
 		"config", "configmap", "kubeconfig", "node-name", "pod", "http", "cdi-dir", "host-root", "kubelet-dir", "nfd-dir", "state-dir",
 	})
 	if slices.Sort(flags); !slices.Equal(flags, slices.Sorted(maps.Keys(programFlags(t)))) {

@@ -801,6 +801,19 @@ func TestRenderedEvict(t *testing.T) {
 	}
 }
 
+// The component gives the agent the right to read pods, and tells it to; it takes nothing away.
+func TestRenderedMPSDetach(t *testing.T) {
+	objects := render(t, withComponent(t, "base", "components/mps-detach"))
+	got := changes(flat(t, base(t)), flat(t, slices.DeleteFunc(slices.Clone(objects), func(o object) bool { return o.Metadata.Name == name+"-mps-detach" })))
+	const env = "DaemonSet gpu-agent/gpu-agent.spec.template.spec.containers[gpu-agent].env[GPU_AGENT_MPS_DETACH_ENDING]"
+	if want := []string{"+ " + env + ".name = GPU_AGENT_MPS_DETACH_ENDING", "+ " + env + ".value = true"}; !slices.Equal(got, want) {
+		t.Errorf("it changes\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+	for _, kind := range []string{"ClusterRole", "ClusterRoleBinding"} {
+		one(t, objects, kind, name+"-mps-detach")
+	}
+}
+
 // The component names one taint, to the agent and in its policy, and leaves the rest of
 // both as they are.
 func TestRenderedStartupTaint(t *testing.T) {

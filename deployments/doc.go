@@ -8,6 +8,7 @@
 //	overlays/runtime-class/     no privileged pod, by NVIDIA's container runtime, which is closed to others
 //	components/dra/             for base and driver-container: dynamic resource allocation, from Kubernetes 1.36.2
 //	components/evict/           for any of these: pods that offend again and again are evicted
+//	components/mps-detach/      for any of these: clients of MPS of pods that are deleted are detached before their end
 //	components/monitoring/      for any of these: what Prometheus and Grafana take, with alerts and boards
 //	components/network-policy/   for any of these: only monitoring connects to the agent's port
 //	components/nfd/             for any of these, and the cleanup: labels by Node Feature Discovery

@@ -17,6 +17,7 @@ type capFlags struct {
 	evictAfter        int
 	every             time.Duration
 	labels            bool
+	detachEnding      bool
 }
 
 func (f *capFlags) register(fs *pflag.FlagSet) {
@@ -31,6 +32,9 @@ func (f *capFlags) register(fs *pflag.FlagSet) {
 			"needs deployments/components/evict")
 	fs.DurationVar(&f.every, "watch-every", guard.DefaultEvery,
 		"`time` between the watchdog's looks at a shared GPU; 0 turns it off")
+	fs.BoolVar(&f.detachEnding, "mps-detach-ending", false,
+		"detach the clients of MPS of pods that are deleted two seconds before their grace period ends, "+
+			"so that their end harms no neighbour; needs deployments/components/mps-detach")
 	fs.BoolVar(&f.labels, "cap-labels", false,
 		"give the files that memory caps need the SELinux labels that let containers use them; "+
 			"without SELinux in the kernel this does nothing")

@@ -131,6 +131,7 @@ func TestWrongUsage(t *testing.T) {
 		{"run --config a --configmap b/c", "gpu-agent run: --config and --configmap are both set"},
 		{"run --configmap b/c", "gpu-agent run: --configmap needs --node-name"},
 		{"run --config a --api dra", "gpu-agent run: --api dra needs"},
+		{"run --config a --mps-detach-ending", "gpu-agent run: --mps-detach-ending needs --node-name"},
 		{"run --configmap b --node-name n", `gpu-agent run: --configmap: "b" is not NAMESPACE/NAME`},
 		{"run --config a --domain Example_com", "gpu-agent run: --domain: "},
 		{"run --config a --domain nvidia.com", "gpu-agent run: --domain: nvidia.com is the domain of NVIDIA's own"},

@@ -113,6 +113,8 @@ func (f *runFlags) complete() error {
 			"(in a pod: NODE_NAME from spec.nodeName)")
 	case f.schedulers.startupTaint != "" && f.nodeName == "":
 		return command.Usagef("--startup-taint needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
+	case f.cap.detachEnding && f.nodeName == "":
+		return command.Usagef("--mps-detach-ending needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	case f.configMap != "" && f.nodeName == "":
 		return command.Usagef("--configmap needs --node-name (in a pod: NODE_NAME from spec.nodeName)")
 	}
@@ -415,6 +417,9 @@ func (d *daemon) serve(ctx context.Context, f *runFlags, plugins *plugin.Kubelet
 			func(ctx context.Context) error {
 				return d.cluster.WatchPolicies(ctx, o, func(list []status.Policy) { d.policies.Store(&list) })
 			})
+	}
+	if f.cap.detachEnding {
+		services = append(services, func(ctx context.Context) error { return d.cluster.WatchEndings(ctx, d.watchdog) })
 	}
 	if f.cap.every > 0 {
 		services = append(services, d.watchdog.Run)

@@ -426,15 +426,19 @@ func (s Shares) Daemon(u gpu.UUID) (d guard.Daemon, ok bool) { return s.mps.daem
 // Daemons returns the daemons as they were last seen.
 func (s Shares) Daemons() map[gpu.UUID]guard.Daemon { return s.mps.latest() }
 
-// Detach detaches clients of a GPU's server.
-func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error) {
+// Detach is as in guard.Shares.
+func (s Shares) Detach(ctx context.Context, u gpu.UUID, clients []int) (detached, timedOut int, err error) {
 	done, err := s.mps.supervisor.Detach(ctx, mps.Detach{GPU: u, Clients: clients})
 	for _, c := range done {
-		if c.Outcome == mps.Listed || c.Outcome == mps.Unanswered {
+		switch c.Outcome {
+		case mps.Gone:
+			detached++
+		case mps.Listed, mps.Unanswered:
 			timedOut++
+		case mps.NoClient: // it has ended by itself, or another call has detached it
 		}
 	}
-	return timedOut, err
+	return detached, timedOut, err
 }
 
 // Refresh has the supervisor told again what shall be: it then asks the daemons at once.

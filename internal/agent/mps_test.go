@@ -687,3 +687,19 @@ func TestMPSBesideAnotherResource(t *testing.T) {
 		}
 	})
 }
+
+// TestDetachedClients: of the clients that are to be detached, those that had ended, or that another call has
+// detached, count as neither detached nor unanswered.
+func TestDetachedClients(t *testing.T) {
+	s := newSupervised()
+	s.detach = func(d mps.Detach) (out []mps.Detached, err error) {
+		for i, is := range []mps.Outcome{mps.Gone, mps.NoClient, mps.Gone, mps.Listed, mps.Unanswered, mps.Gone} {
+			out = append(out, mps.Detached{Client: d.Clients[i], Outcome: is})
+		}
+		return out, nil
+	}
+	of := Shares{&Agent{mps: &mpsDaemons{supervisor: s}}}
+	if done, not, err := of.Detach(t.Context(), "GPU-0", []int{1, 2, 3, 4, 5, 6}); done != 3 || not != 2 || err != nil {
+		t.Errorf("%d detached, %d unanswered, %v; want 3 and 2", done, not, err)
+	}
+}

@@ -23,6 +23,7 @@ import (
 // goroutines of its own, so that looks go on meanwhile.
 type offenceHandler struct {
 	*reaper
+	endings      *endings
 	driver       Driver
 	cluster      Cluster // nil if there is no API server
 	observer     Observer
@@ -34,10 +35,8 @@ type offenceHandler struct {
 
 	mu sync.Mutex
 	// Guarded by mu:
-	ending map[string]bool // IDs of the containers that are being ended
-	ended  map[string]bool // IDs of those that were ended and are still listed
-	// leaving are the evicted pods whose clients are to be detached, by UID, with what calls that off.
-	leaving  map[string]context.CancelFunc
+	ending   map[string]bool // IDs of the containers that are being ended
+	ended    map[string]bool // IDs of those that were ended and are still listed
 	offences memcap.Offences
 }
 
@@ -46,15 +45,7 @@ func (h *offenceHandler) forget(listed map[string]*node.Container) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	maps.DeleteFunc(h.ended, func(id string, _ bool) bool { return listed[id] == nil })
-	pods := map[string]bool{}
-	for _, c := range listed {
-		pods[c.PodUID] = true
-	}
-	for uid, callOff := range h.leaving {
-		if !pods[uid] {
-			callOff() // it has ended by itself
-		}
-	}
+	h.endings.forget(listed)
 }
 
 // lasts reports whether a container that is over its cap still is at two more looks. By one
@@ -205,37 +196,13 @@ func (h *offenceHandler) evict(ctx context.Context, c *node.Container, offences 
 		return
 	}
 	if c.Grace > detachBefore {
-		h.detachLater(ctx, pod, c.Grace-detachBefore)
+		h.endings.note(ctx, pod, time.Now().Add(c.Grace), false)
 	}
 	h.observer.Evicted(pod, offences)
 	message := fmt.Sprintf("evicted after %d offences within an hour: "+
 		"use beyond its GPU memory cap, or of a GPU without an allocation", offences)
 	h.log.Warn("evicted a pod", "pod", pod.String(), "offences", offences)
 	h.tell(c, agentkube.Warning, evictedReason, message)
-}
-
-// detachLater detaches the clients of an evicted pod after a time, unless the pod has ended by then.
-func (h *offenceHandler) detachLater(ctx context.Context, pod workload.Pod, after time.Duration) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.shares == nil || h.leaving[pod.UID] != nil {
-		return // a second eviction does not prolong the first one's grace period
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	h.leaving[pod.UID] = cancel
-	go func() {
-		defer func() {
-			cancel()
-			h.mu.Lock()
-			delete(h.leaving, pod.UID)
-			h.mu.Unlock()
-		}()
-		select {
-		case <-ctx.Done():
-		case <-time.After(after):
-			h.detach(ctx, pod.String(), h.inPod(pod.UID))
-		}
-	}()
 }
 
 // tell sends an Event about a container's pod.

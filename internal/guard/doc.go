@@ -52,7 +52,8 @@
 // Containers on a GPU under MPS have shares of its multiprocessors, and MPS fails open. So each look
 // compares the driver's list of processes with the clients that the GPU's daemon lists, and with
 // what each process says on its page (share.go). A process that is no client is an intruder. Before the
-// guard ends or evicts anything, it has the clients detached: their end may end the work of neighbours.
+// guard ends or evicts anything, it has the clients detached: their end may end the work of neighbours. It does so, too,
+// for pods that others end ([Guard.PodEnds]), if the agent may learn of them.
 //
 // # Parts
 //
@@ -60,11 +61,12 @@
 //     order (baseline). It keeps what the last look at each found (finding).
 //   - The examiner looks. It has the roster of containers and the tallies of their counters.
 //   - The limits remember what the driver was asked to enforce.
+//   - The endings have the clients of pods that are about to end detached in time.
 //   - The reaper ends containers, for offences and for the agent's loop ([Guard.End]).
 //   - The offenceHandler acts on offences while looks go on. Its mutex guards the set of containers
 //     that it is ending.
 //
-// All but the last two belong to Run's goroutine and have no lock.
+// All but the last three belong to Run's goroutine and have no lock.
 //
 // # What it does about an offence
 //

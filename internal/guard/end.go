@@ -47,10 +47,10 @@ func (g *Guard) Detach(ctx context.Context, c *node.Container) {
 
 // detach detaches all clients of a container from the servers of MPS before the container is ended: the
 // end of a client that computes ends the work of its neighbours. A daemon that does not answer in time
-// is counted, and keeps the container no longer.
-func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool) {
+// is counted, and keeps the container no longer. It returns how many were detached.
+func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool) (detached int) {
 	if r.shares == nil {
-		return
+		return 0
 	}
 	ctx, cancel := context.WithTimeout(ctx, detachTimeout)
 	defer cancel()
@@ -65,17 +65,19 @@ func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool)
 		if len(clients) == 0 {
 			continue
 		}
-		timedOut, err := r.shares.Detach(ctx, u, clients)
+		done, timedOut, err := r.shares.Detach(ctx, u, clients)
 		if err != nil {
-			timedOut = len(clients)
+			done, timedOut = 0, len(clients)
 		}
-		r.detached.Add(uint64(len(clients) - timedOut))
+		detached += done
+		r.detached.Add(uint64(done))
 		r.undetached.Add(uint64(timedOut))
 		if err != nil || timedOut > 0 {
 			r.log.ration.Log(slog.LevelWarn, "clients of MPS were not detached before their end; it may end the work of others",
 				[]any{"what", what, "gpu", u}, "clients", timedOut, "err", err)
 		}
 	}
+	return detached
 }
 
 func (r *reaper) detaches() (done, not uint64) { return r.detached.Load(), r.undetached.Load() }

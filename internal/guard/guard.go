@@ -201,6 +201,7 @@ type Guard struct {
 	proc        Proc
 	log         *guardLog
 	reaper      *reaper
+	endings     *endings
 	examiner    gpuExaminer
 	state       atomic.Pointer[State]
 
@@ -283,13 +284,14 @@ func New(o Options, w Worlds) *Guard {
 	}
 	v := &guardLog{Logger: o.Log, ration: brief.NewRation(o.Log, time.Now, time.AfterFunc), said: map[string]bool{}}
 	by := &reaper{proc: w.Proc, runtime: w.Runtime, shares: w.Shares, log: v}
+	leaving := &endings{reaper: by, of: map[string]*ending{}}
 	offences := &offenceHandler{
-		reaper: by, driver: w.Driver, cluster: w.Cluster, observer: w.Observer,
+		reaper: by, endings: leaving, driver: w.Driver, cluster: w.Cluster, observer: w.Observer,
 		endIntruders: o.EndIntruders, evictAfter: o.EvictAfter,
-		ending: map[string]bool{}, ended: map[string]bool{}, leaving: map[string]context.CancelFunc{},
+		ending: map[string]bool{}, ended: map[string]bool{},
 	}
 	g := &Guard{
-		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v, reaper: by,
+		every: o.Every, driver: w.Driver, allocations: w.Allocations, proc: w.Proc, log: v, reaper: by, endings: leaving,
 		examiner: &examiner{
 			driver: w.Driver, allocations: w.Allocations, proc: w.Proc,
 			judge: memcap.NewJudge(o.Policy), log: v, handler: offences,

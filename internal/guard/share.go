@@ -23,8 +23,11 @@ const (
 	// how often that is looked into on a GPU: a container can write the time.
 	stuckAfter = 5 * time.Second
 	stuckEvery = time.Minute
-	// detachBefore is how long before the end of a pod's grace period its clients are detached.
+	// detachBefore is how long before the end of a pod's grace period its clients are detached, detachEvery how
+	// often that is done then, and detachAfter how long after the end it is done at most.
 	detachBefore = 2 * time.Second
+	detachEvery  = 500 * time.Millisecond
+	detachAfter  = 10 * time.Second
 	// detachTimeout bounds the detaching of a container's clients.
 	detachTimeout = 5 * time.Second
 )
@@ -37,8 +40,8 @@ type Shares interface {
 	// Daemons returns the daemons of all GPUs that are under MPS.
 	Daemons() map[gpu.UUID]Daemon
 	// Detach detaches clients of a GPU's server, so that their end harms no other. It returns how many
-	// the daemon has not answered for.
-	Detach(ctx context.Context, u gpu.UUID, clients []int) (timedOut int, err error)
+	// it has detached, and how many the daemon has not answered for. The others were no clients any more.
+	Detach(ctx context.Context, u gpu.UUID, clients []int) (detached, timedOut int, err error)
 	// Refresh has all daemons asked soon, so that Daemon tells what is now. It does not wait.
 	Refresh()
 	// Suspect reports a GPU's server that may not answer, since a program waits for it. It has that

@@ -38,6 +38,14 @@ type daemons struct {
 	told   time.Time
 	mute   func() bool // whether the daemon does not answer
 	began  time.Time
+	mark   func() string // what each detach in calls begins with; nil for nothing
+}
+
+func (s *daemons) stamp() string {
+	if s.mark == nil {
+		return ""
+	}
+	return s.mark()
 }
 
 func (s *daemons) with(f func()) {
@@ -71,21 +79,24 @@ func (s *daemons) Daemons() map[gpu.UUID]Daemon {
 	return out
 }
 
-func (s *daemons) Detach(_ context.Context, u gpu.UUID, clients []int) (int, error) {
+func (s *daemons) Detach(_ context.Context, u gpu.UUID, clients []int) (detached, timedOut int, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.mute != nil && s.mute() {
-		s.calls = append(s.calls, fmt.Sprint("timeout ", clients))
+		s.calls = append(s.calls, fmt.Sprint(s.stamp(), "timeout ", clients))
 		if len(clients)%2 == 0 {
-			return 0, errors.New("the supervisor is away")
+			return 0, 0, errors.New("the supervisor is away")
 		}
-		return len(clients), nil
+		return 0, len(clients), nil
 	}
-	s.calls = append(s.calls, fmt.Sprint("detach ", clients))
+	s.calls = append(s.calls, fmt.Sprint(s.stamp(), "detach ", clients))
 	for _, pid := range clients {
-		delete(s.of[u].Clients, pid)
+		if s.of[u].Clients[pid] {
+			delete(s.of[u].Clients, pid)
+			detached++
+		}
 	}
-	return 0, nil
+	return detached, 0, nil
 }
 
 func (s *daemons) Refresh() {
@@ -431,7 +442,8 @@ func TestDetachBeforeEviction(t *testing.T) {
 				w.container("a", []int{10, 11}, gib, gpu0)
 				w.container("b", []int{20}, gib, gpu0)
 				by := &reaper{proc: w, shares: s, log: &guardLog{Logger: discard(), ration: rationed()}}
-				h := &offenceHandler{reaper: by, cluster: evicter{w, s}, observer: w, leaving: map[string]context.CancelFunc{}}
+				leaving := &endings{reaper: by, of: map[string]*ending{}}
+				h := &offenceHandler{reaper: by, endings: leaving, cluster: evicter{w, s}, observer: w}
 				a := w.containers["a"]
 				a.Grace = c.grace
 				h.evict(t.Context(), &a, 3)
@@ -457,10 +469,9 @@ func TestDetachBeforeEviction(t *testing.T) {
 				said("more than two seconds before", nil)
 				time.Sleep(time.Second)
 				said("after that", c.before)
-				h.mu.Lock()
-				defer h.mu.Unlock()
-				if len(h.leaving) > 0 {
-					t.Errorf("%v stays", h.leaving)
+				time.Sleep(detachBefore + detachAfter)
+				if said("later", nil); leaving.count() > 0 {
+					t.Errorf("%v stays", leaving.of)
 				}
 			})
 		})

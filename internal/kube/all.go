@@ -17,9 +17,10 @@ const Page = 500
 
 // Census receives all objects of a resource. Its functions are never called at the same time.
 type Census struct {
-	// Chosen is a field selector; empty selects all objects. ID returns what identifies an object.
-	Chosen string
-	ID     func(*unstructured.Unstructured) string
+	// Chosen is a field selector; empty selects all objects. Of says whose these are, for logs; empty
+	// means "of the cluster". ID returns what identifies an object.
+	Chosen, Of string
+	ID         func(*unstructured.Unstructured) string
 	// Set is called with each object that exists, and Gone with the ID of each that does not exist
 	// any longer. Listed is called after each complete list.
 	Set    func(*unstructured.Unstructured)
@@ -70,7 +71,7 @@ func (s *Server) listAll(ctx context.Context, t Target) (string, error) {
 func (s *Server) listPage(ctx context.Context, t Target, o *metav1.ListOptions, there map[string]bool) (string, error) {
 	bounded, cancel := context.WithTimeout(ctx, s.Timing.Request)
 	defer cancel()
-	list, err := t.in(s.API).List(bounded, *o)
+	list, err := s.in(t).List(bounded, *o)
 	s.allowed("list", t, err)
 	if err != nil {
 		return "", err

@@ -80,6 +80,8 @@ type Server struct {
 	Options Options
 	Log     *slog.Logger
 	API     dynamic.Interface
+	// metadata is API for objects without spec and status.
+	metadata dynamic.Interface
 	// Version asks the server for its release, such as "v1.36.3".
 	Version func(context.Context) (string, error)
 	Timing  Timing
@@ -141,13 +143,17 @@ func Connect(o Options, perSecond float32) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
 	}
+	metadata, err := dynamic.NewForConfigAndClient(config, &http.Client{Transport: metadataOnly{web.Transport}})
+	if err != nil {
+		return nil, fmt.Errorf("prepare the API client for %s: %w", config.Host, err)
+	}
 	if o.Relist <= 0 {
 		o.Relist = 10 * time.Minute
 	}
 	up := &Server{
 		Options: o,
 		Log:     o.Logger,
-		API:     api,
+		API:     api, metadata: metadata,
 		Version: func(ctx context.Context) (string, error) { return askVersion(ctx, config, web) },
 		Timing: Timing{
 			Relist: o.Relist, Watch: 5 * time.Minute, Grace: 30 * time.Second,
@@ -174,6 +180,19 @@ func (a answerNotifier) RoundTrip(r *http.Request) (*http.Response, error) {
 		a.answered()
 	}
 	return response, err
+}
+
+// metadataOnly asks for objects of which the server leaves out all but the metadata.
+type metadataOnly struct{ http.RoundTripper }
+
+func (m metadataOnly) RoundTrip(r *http.Request) (*http.Response, error) {
+	kind := "PartialObjectMetadataList"
+	if r.URL.Query().Has("watch") {
+		kind = "PartialObjectMetadata"
+	}
+	r = r.Clone(r.Context())
+	r.Header.Set("Accept", "application/json;as="+kind+";g=meta.k8s.io;v=v1")
+	return m.RoundTripper.RoundTrip(r)
 }
 
 // askVersion asks a server for its release. By default every client with a token may ask.

@@ -29,7 +29,8 @@
 //
 // An agent runs on every node and must stay small. So there is no typed client (tens of megabytes
 // of generated code), no informer and no cache, but only the dynamic client. [Decode] turns its
-// objects into values of k8s.io/api, which costs one megabyte.
+// objects into values of k8s.io/api, which costs one megabyte. Of objects that are large and many, such as pods, a
+// [Target] can ask for the metadata alone.
 //
 // # Permissions
 //

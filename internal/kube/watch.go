@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,13 +28,24 @@ type Target struct {
 	Chosen fields.Set
 	// All, if set, receives each object of the whole resource.
 	All *Census
+	// Metadata is true if the server is asked for the objects' metadata alone, which is a small part of a
+	// pod. The objects then lack all else.
+	Metadata bool
+	// Grant, if set, names what grants the right to follow the target, for one that not every cluster
+	// grants. A refusal is then logged with it, and not reported to Options.Refused.
+	Grant string
 	// Missing, if set, is called if the server does not know the resource or does not allow the
 	// request. Such an error is then not logged or reported to Options.Refused. Follow tries again
 	// after Options.Relist.
 	Missing func(error)
 }
 
-func (t Target) in(api dynamic.Interface) dynamic.ResourceInterface {
+// in returns the client for the target.
+func (s *Server) in(t Target) dynamic.ResourceInterface {
+	api := s.API
+	if t.Metadata {
+		api = s.metadata
+	}
 	if t.Namespace == "" {
 		return api.Resource(t.Resource)
 	}
@@ -42,7 +54,7 @@ func (t Target) in(api dynamic.Interface) dynamic.ResourceInterface {
 
 func (t Target) String() string {
 	if t.All != nil {
-		return "of the cluster"
+		return cmp.Or(t.All.Of, "of the cluster")
 	}
 	if t.Chosen != nil {
 		return t.Selector()
@@ -88,7 +100,7 @@ func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Un
 			}
 			continue
 		}
-		s.Note(ctx, "list", t.Resource.Resource, t.String(), err)
+		s.Note(ctx, "list", t.Resource.Resource, t.String(), t.refused(err))
 		until := s.Now().Add(Around(s.Timing.Relist))
 		for err == nil {
 			began, events := s.Now(), 0
@@ -96,7 +108,7 @@ func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Un
 			stood := events > 0 || s.Now().Sub(began) >= s.Timing.Lived
 			switch {
 			case failure(err) != nil:
-				s.Note(ctx, "watch", t.Resource.Resource, t.String(), err)
+				s.Note(ctx, "watch", t.Resource.Resource, t.String(), t.refused(err))
 			case stood:
 				s.Note(ctx, "watch", t.Resource.Resource, t.String(), nil)
 				retry = s.BackOff(s.Timing.PauseMax)
@@ -117,7 +129,7 @@ func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Un
 // reverse. An error of another kind shows neither.
 func (s *Server) allowed(verb string, t Target, err error) {
 	refused := apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err)
-	if s.Options.Refused == nil || t.Missing != nil || err != nil && !refused {
+	if s.Options.Refused == nil || t.Missing != nil || t.Grant != "" || err != nil && !refused {
 		return
 	}
 	request := verb + " " + t.Resource.Resource + " " + t.String()
@@ -128,6 +140,14 @@ func (s *Server) allowed(verb string, t Target, err error) {
 	if news {
 		s.Options.Refused(request, err)
 	}
+}
+
+// refused adds to a refusal what grants the right.
+func (t Target) refused(err error) error {
+	if t.Grant == "" || !apierrors.IsForbidden(err) {
+		return err
+	}
+	return fmt.Errorf("%w; %s grants the right", err, t.Grant)
 }
 
 // failure returns err, or nil if err is a normal end of a watch.
@@ -146,7 +166,7 @@ func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unst
 	}
 	ctx, cancel := context.WithTimeout(ctx, s.Timing.Request)
 	defer cancel()
-	list, err := t.in(s.API).List(ctx, metav1.ListOptions{FieldSelector: t.Selector()})
+	list, err := s.in(t).List(ctx, metav1.ListOptions{FieldSelector: t.Selector()})
 	s.allowed("list", t, err)
 	if err != nil {
 		return "", err
@@ -176,7 +196,7 @@ func (s *Server) watch(
 	ctx, cancel := context.WithTimeout(ctx, span+s.Timing.Grace)
 	defer cancel()
 	seconds := int64(span/time.Second) + 1
-	stream, err := t.in(s.API).Watch(ctx, metav1.ListOptions{
+	stream, err := s.in(t).Watch(ctx, metav1.ListOptions{
 		FieldSelector: t.Selector(), ResourceVersion: version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds,
 	})
 	s.allowed("watch", t, err)

@@ -275,3 +275,28 @@ func TestRefusalIsTold(t *testing.T) {
 		})
 	}
 }
+
+// TestMetadataAlone: objects of which only the metadata is wanted come without all else, from lists and watches.
+func TestMetadataAlone(t *testing.T) {
+	s := newServer(t)
+	s.Allow("", "pods", "list", "watch")
+	put := func(name string) {
+		s.Put("pods", "work", name, map[string]any{"metadata": map[string]any{"uid": name},
+			"spec": map[string]any{"nodeName": "node-1"}, "status": map[string]any{"phase": "Running"}})
+	}
+	put("listed")
+	c, _ := connect(t, s)
+	seen := make(chan map[string]any, 10)
+	kubetest.Background(t, func(ctx context.Context) error {
+		return c.Follow(ctx, Target{Resource: Pods, Metadata: true, All: &Census{
+			Chosen: "spec.nodeName=node-1", ID: func(o *unstructured.Unstructured) string { return string(o.GetUID()) },
+			Set: func(o *unstructured.Unstructured) { seen <- o.Object }, Gone: func(string) {}, Listed: func() { put("watched") },
+		}}, nil)
+	})
+	for _, name := range []string{"listed", "watched"} {
+		o := kubetest.Receive(t, seen)
+		if uid, _, _ := unstructured.NestedString(o, "metadata", "uid"); uid != name || o["spec"] != nil || o["status"] != nil {
+			t.Errorf("%s is seen as %v", name, o)
+		}
+	}
+}

@@ -11,7 +11,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- /* The directories that are switched on, as JSON: each adds objects, or patches others. */ -}}
 {{- define "gpu-agent.parts" -}}
 {{- $parts := list -}}
-{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/gke" .Values.gke "components/monitoring" .Values.monitoring "components/mps" .Values.mps "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/openshift" .Values.openshift "components/selinux" .Values.selinux "components/startup-taint" .Values.startupTaint "components/stays" .Values.stays "overlays/driver-container" .Values.driverContainer -}}
+{{- $switches := dict "components/dra" .Values.dra "components/evict" .Values.evict "components/gke" .Values.gke "components/monitoring" .Values.monitoring "components/mps" .Values.mps "components/mps-detach" .Values.mpsDetach "components/network-policy" .Values.networkPolicy "components/nfd" .Values.nfd "components/openshift" .Values.openshift "components/selinux" .Values.selinux "components/startup-taint" .Values.startupTaint "components/stays" .Values.stays "overlays/driver-container" .Values.driverContainer -}}
 {{- range $dir, $of := $switches -}}
 {{- if $of.enabled -}}{{- $parts = append $parts $dir -}}{{- end -}}
 {{- end -}}

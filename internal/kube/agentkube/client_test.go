@@ -76,6 +76,7 @@ func TestRulesAreUsed(t *testing.T) {
 	if err := c.SetClaimDevices(t.Context(), "gpus.example.com", claim, nil); err != nil {
 		t.Fatal(err)
 	}
+	kubetest.Background(t, func(ctx context.Context) error { return c.WatchEndings(ctx, ends{told: make(chan string, 10)}) })
 	kubetest.Background(t, func(ctx context.Context) error { return c.WatchGPUNode(ctx, func(*gpunode.Status, error) {}) })
 	if _, err := c.WriteGPUNode(t.Context(), &gpunode.Status{}); err != nil {
 		t.Fatal(err)

@@ -11,7 +11,7 @@
 // With DRA (dynamic resource allocation) it also writes ResourceSlices, which list what the node
 // offers. It reads ResourceClaims, which ask for devices, and writes into their status what the
 // devices are. If a pod has a device of another DRA driver, it reads the node's ResourceSlices. If an
-// operator allows it, it evicts pods.
+// operator allows it, it evicts pods, and follows when pods of its node end ([Client.WatchEndings]).
 //
 // It does nothing else: [Rules] lists every verb on every resource, and tests compare the manifests
 // with that list. [List] is not for agents: commands use it to read the nodes and GPUNodes of a

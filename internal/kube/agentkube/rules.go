@@ -44,4 +44,6 @@ var Rules = []kube.Rule{
 	{Resource: "pods/eviction", Verbs: []string{"create"}, Cluster: true, Component: "evict",
 		Why: "end pods that exceed their memory caps again and again, or whose claims can never be prepared, if " +
 			"that is on"},
+	{Resource: "pods", Verbs: []string{"list", "watch"}, Cluster: true, Component: "mps-detach",
+		Why: "learn when pods of the node end, so that their clients of MPS are detached before the kubelet kills them"},
 }

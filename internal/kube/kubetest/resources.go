@@ -55,7 +55,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request, verb, resource, n
 // has changed between two pages, the continue token has expired.
 func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource, namespace string) {
 	query := r.URL.Query()
-	picks := namespace != "" || query.Get("labelSelector") != ""
+	picks := namespace != "" || query.Get("labelSelector") != "" || ofNode(r)
 	want := map[string]string{"pods": "status.phase!=Succeeded"}[resource]
 	if !picks && query.Get("fieldSelector") != want {
 		Refuse(w, 400, "BadRequest")
@@ -84,8 +84,43 @@ func (s *Server) listAll(w http.ResponseWriter, r *http.Request, resource, names
 		to = from + limit
 		metadata["continue"] = strconv.Itoa(to) + "@" + version
 	}
+	items = items[from:to]
+	for i := range items {
+		items[i] = partial(r, items[i])
+	}
 	Answer(w, map[string]any{"apiVersion": "v1", "kind": kinds[resource] + "List", "metadata": metadata,
-		"items": items[from:to]})
+		"items": items})
+}
+
+// ofNode reports whether a request is for the pods of one node.
+func ofNode(r *http.Request) bool {
+	return strings.Contains(r.URL.Query().Get("fieldSelector"), "spec.nodeName=")
+}
+
+// partial returns the part of an object that a request asks for.
+func partial(r *http.Request, object map[string]any) map[string]any {
+	if !strings.Contains(r.Header.Get("Accept"), "as=PartialObjectMetadata") {
+		return object
+	}
+	return map[string]any{"apiVersion": "meta.k8s.io/v1", "kind": "PartialObjectMetadata", "metadata": object["metadata"]}
+}
+
+// kindFor returns the kind of event by which a watch with this selection tells of a change; empty if it does not.
+func (s *Server) kindFor(c Change, chosen func(map[string]any) bool) string {
+	if c.Kind == "DELETED" || chosen(c.Object) {
+		return c.Kind
+	}
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	for _, before := range slices.Backward(s.History) {
+		if before.Key == c.Key && before.Version < c.Version {
+			if chosen(before.Object) {
+				return "DELETED"
+			}
+			break
+		}
+	}
+	return ""
 }
 
 // ended reports whether an object is a pod that has succeeded.

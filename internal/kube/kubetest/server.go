@@ -415,6 +415,13 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource, namespa
 		defer timer.Stop()
 		expired = timer.C
 	}
+	chosen := func(map[string]any) bool { return true }
+	if ofNode(r) {
+		if chosen, err = selection("", query.Get("fieldSelector"), ""); err != nil {
+			Refuse(w, 400, "BadRequest")
+			return
+		}
+	}
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusOK)
 	out, flush := json.NewEncoder(w), w.(http.Flusher)
@@ -434,7 +441,11 @@ func (s *Server) watch(w http.ResponseWriter, r *http.Request, resource, namespa
 			if mute {
 				continue
 			}
-			if all := name == "" && strings.HasPrefix(c.Key, resource+"/"); all && ended(c.Object) {
+			if all := name == "" && strings.HasPrefix(c.Key, resource+"/"); all && ofNode(r) {
+				if kind := s.kindFor(c, chosen); kind != "" {
+					out.Encode(map[string]any{"type": kind, "object": partial(r, c.Object)})
+				}
+			} else if all && ended(c.Object) {
 				out.Encode(map[string]any{"type": "DELETED", "object": c.Object})
 			} else if all && resource != "resourceslices" || c.Key == resource+"/"+namespace+"/"+name ||
 				c.Kind == "ERROR" {
