@@ -22,15 +22,24 @@ type endings struct {
 	of map[string]*ending // by the pod's UID; guarded by mu
 }
 
-// ending is a pod that is about to end.
+// ending is a pod that is about to end, or whose object is gone.
 type ending struct {
-	pod workload.Pod
+	pod workload.Pod // the UID alone if it was gone at once
 	// by is when the kubelet kills what is left of it. until is when to give up; zero before the first try.
 	by, until time.Time
 	// timer calls try.
 	timer *time.Timer
 	// named is true if the API server has named the pod, and so tells when it is gone.
 	named bool
+	// asked are the clients that the daemons were asked to detach; each is asked for once.
+	asked map[int]bool
+}
+
+func (p *ending) String() string {
+	if p.pod.Name == "" {
+		return "the pod with UID " + p.pod.UID
+	}
+	return p.pod.String()
 }
 
 // note takes in when a pod ends. The earliest time counts: a grace period can only become shorter.
@@ -40,25 +49,34 @@ func (e *endings) note(ctx context.Context, pod workload.Pod, by time.Time, name
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.noteLocked(ctx, pod, by, named)
+}
+
+func (e *endings) noteLocked(ctx context.Context, pod workload.Pod, by time.Time, named bool) *ending {
 	wait := time.Until(by) - detachBefore
 	p := e.of[pod.UID]
 	if p == nil {
-		p = &ending{pod: pod, by: by, named: named}
+		p = &ending{pod: pod, by: by, named: named, asked: map[int]bool{}}
 		p.timer = time.AfterFunc(wait, func() { e.try(ctx, p) })
 		e.of[pod.UID] = p
-		return
+		return p
 	}
 	if p.named = p.named || named; by.Before(p.by) {
 		p.by = by
 		p.timer.Reset(wait)
 	}
+	return p
 }
 
 // try has the clients of a pod detached, and again soon as long as the pod is there: a program may begin anew, and
-// an agent that has just started does not know all clients yet.
+// the agent does not know a client that has just begun.
 func (e *endings) try(ctx context.Context, p *ending) {
 	if ctx.Err() == nil {
-		e.detachPod(ctx, p.pod.String(), p.pod.UID)
+		in := e.inPod(p.pod.UID)
+		detached := e.detach(ctx, p.String(), func(pid int) bool { return in(pid) && e.first(p, pid) })
+		if detached > 0 {
+			e.log.Info("detached the clients of MPS of a pod that ends", "pod", p.String(), "clients", detached)
+		}
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -67,7 +85,7 @@ func (e *endings) try(ctx context.Context, p *ending) {
 		p.until = now.Add(max(0, p.by.Sub(now)) + detachAfter)
 	}
 	switch {
-	case e.of[p.pod.UID] != p: // it is gone
+	case e.of[p.pod.UID] != p:
 	case ctx.Err() != nil || !now.Before(p.until):
 		delete(e.of, p.pod.UID)
 	default:
@@ -75,7 +93,16 @@ func (e *endings) try(ctx context.Context, p *ending) {
 	}
 }
 
-// gone forgets a pod that the API server does not have any longer. Clients that it still has are detached at once:
+// first reports whether a client is asked for the first time.
+func (e *endings) first(p *ending, pid int) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	first := !p.asked[pid]
+	p.asked[pid] = true
+	return first
+}
+
+// gone takes in that the API server does not have a pod any longer. Clients that it still has are detached at once:
 // after a forced deletion the kubelet gives containers two seconds to end.
 func (e *endings) gone(ctx context.Context, uid string) {
 	if e.shares == nil {
@@ -83,24 +110,8 @@ func (e *endings) gone(ctx context.Context, uid string) {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	what := "the pod with UID " + uid
-	if p := e.of[uid]; p != nil {
-		what = p.pod.String()
-		e.dropLocked(uid)
-	}
-	go e.detachPod(ctx, what, uid)
-}
-
-// detachPod detaches the clients of a pod.
-func (e *endings) detachPod(ctx context.Context, what, uid string) {
-	if detached := e.detach(ctx, what, e.inPod(uid)); detached > 0 {
-		e.log.Info("detached the clients of MPS of a pod that ends", "pod", what, "clients", detached)
-	}
-}
-
-func (e *endings) dropLocked(uid string) {
-	e.of[uid].timer.Stop()
-	delete(e.of, uid)
+	now := time.Now()
+	e.noteLocked(ctx, workload.Pod{UID: uid}, now, true).until = now.Add(detachGone)
 }
 
 // forget drops the evicted pods of which no container is listed any longer. Others are dropped when the API server
@@ -112,11 +123,9 @@ func (e *endings) forget(listed map[string]*node.Container) {
 	for _, c := range listed {
 		pods[c.PodUID] = true
 	}
-	for uid := range maps.Clone(e.of) {
-		if !pods[uid] && !e.of[uid].named {
-			e.dropLocked(uid)
-		}
-	}
+	maps.DeleteFunc(e.of, func(uid string, p *ending) bool {
+		return !pods[uid] && !p.named && p.timer.Stop()
+	})
 }
 
 // PodEnds has the clients of MPS of a pod detached two seconds before a time, at which the kubelet kills what is

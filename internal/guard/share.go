@@ -24,10 +24,12 @@ const (
 	stuckAfter = 5 * time.Second
 	stuckEvery = time.Minute
 	// detachBefore is how long before the end of a pod's grace period its clients are detached, detachEvery how
-	// often that is done then, and detachAfter how long after the end it is done at most.
+	// often that is done then, and detachAfter how long after the end it is done at most; detachGone if the pod
+	// is gone.
 	detachBefore = 2 * time.Second
 	detachEvery  = 500 * time.Millisecond
 	detachAfter  = 10 * time.Second
+	detachGone   = 4 * time.Second
 	// detachTimeout bounds the detaching of a container's clients.
 	detachTimeout = 5 * time.Second
 )
