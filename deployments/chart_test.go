@@ -340,6 +340,7 @@ func TestChartValues(t *testing.T) {
 		{[]string{"startup-taint"}, []string{"startupTaint.key=node.test/wait"},
 			[]string{"~ " + agent + ".env[GPU_AGENT_STARTUP_TAINT].value = node.test/wait", "~ " + policy + "[startupTaint].expression = 'node.test/wait'"}},
 		{[]string{"placer"}, []string{"placer.image.repository=registry.test/gpu-placer", "placer.image.tag=v1"}, []string{"~ " + placers + ".containers[gpu-placer].image = registry.test/gpu-placer:v1"}},
+		{[]string{"placer"}, []string{"placer.mpsApart=true"}, env(placers+".containers[gpu-placer]", "GPU_PLACER_MPS_APART", "true")},
 		{[]string{"placer"}, []string{"placer.nodeSelector.pool=control"}, []string{"+ " + placers + ".nodeSelector.pool = control"}},
 		{[]string{"placer"}, []string{"placer.tolerations[0].operator=Exists"}, []string{"+ " + placers + ".tolerations[0].operator = Exists"}},
 		{[]string{"placer"}, []string{"placer.resources.limits.memory=2Gi"}, []string{"~ " + placers + ".containers[gpu-placer].resources.limits.memory = 2Gi"}},

@@ -46,6 +46,7 @@ type runFlags struct {
 	listen, http string
 	tls          extender.Files
 	insecure     bool
+	mpsApart     bool
 	lease        string
 	log          command.Log
 }
@@ -66,6 +67,8 @@ func (f *runFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.insecure, "insecure-door", false,
 		"serve schedulers without --client-ca-file, over plain HTTP without a certificate: "+
 			"then any program that reaches the door can reserve room")
+	fs.BoolVar(&f.mpsApart, "mps-apart", false,
+		"prefer nodes whose MPS GPUs have no pods of other namespaces, where that costs no place")
 	fs.StringVar(&f.lease, "lease", "gpu-placer/gpu-placer",
 		"`namespace/name` of the Lease by which one of several processes leads; empty if there is only one process")
 	f.log.Register(fs)
@@ -89,6 +92,15 @@ func (f *runFlags) complete() error {
 			"make them with `gpu-placer certificates`, or set --insecure-door")
 	}
 	return nil
+}
+
+// books returns books that know nothing yet.
+func (f *runFlags) books() *fleet.Fleet {
+	books := fleet.New(f.names.ResourceDomain, time.Now)
+	if f.mpsApart {
+		books.KeepApart()
+	}
+	return books
 }
 
 // newRun makes `gpu-placer run`.
@@ -127,7 +139,7 @@ type placer struct {
 // run serves schedulers until ctx ends.
 func run(ctx context.Context, log *slog.Logger, f *runFlags) error {
 	log.Info("gpu-placer", "version", build().Version(), "domain", f.names.Domain, "doors", f.doors.String())
-	p := &placer{flags: f, log: log, books: fleet.New(f.names.ResourceDomain, time.Now)}
+	p := &placer{flags: f, log: log, books: f.books()}
 	p.sites = fleet.CountSites(p.books, f.names.Domain+"/"+gpunode.Site)
 	p.metrics = placerobs.NewMetrics(build().Version(), p.state,
 		words(extender.Verbs), words(extender.Outcomes), liqo.States, kueue.States)

@@ -14,6 +14,16 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"example.com/gpu-agent/internal/fleet"
+	"example.com/gpu-agent/internal/gpunode"
+	"example.com/gpu-agent/internal/piece"
 )
 
 // A placer that cannot serve ends with the flag to change; one that cannot reach the API
@@ -52,6 +62,45 @@ clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}], users: [{name: u
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("told to end, it ended with %v", err)
+	}
+}
+
+// With --mps-apart, a pod goes to the node without pods of another namespace.
+func TestMPSApart(t *testing.T) {
+	const shared = "example.com/gpu.shared"
+	asks := func(namespace, node string) *corev1.Pod {
+		p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "p", UID: types.UID("p-" + namespace)}}
+		p.Spec.NodeName = node
+		p.Spec.Containers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{shared: resource.MustParse("1")}}}}
+		return p
+	}
+	for want, args := range map[string][]string{"a": nil, "b": {"--mps-apart"}} {
+		var f runFlags
+		set := pflag.NewFlagSet("run", pflag.ContinueOnError)
+		f.register(set)
+		if err := errors.Join(set.Parse(append(args, "--insecure-door")), f.complete()); err != nil {
+			t.Fatal(err)
+		}
+		books := f.books()
+		for _, name := range []string{"a", "b"} {
+			n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+			n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+			books.SetNode(n)
+			says := &gpunode.Status{Conditions: []gpunode.Condition{{Type: gpunode.Ready, Status: gpunode.True}},
+				GPUs: []gpunode.GPU{{UUID: "GPU-" + name, API: "device-plugin", Compute: gpunode.Through, Resource: shared, Kind: piece.KindReplica, Total: 4,
+					Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True}}}}}
+			if err := books.SetGPUNode(name, says); err != nil {
+				t.Fatal(err)
+			}
+		}
+		books.SetPod(asks("one", "a"))
+		books.SetPod(asks("other", ""))
+		for _, kind := range []fleet.Kind{fleet.Nodes, fleet.Pods, fleet.GPUNodes} {
+			books.Listed(kind)
+		}
+		if node, _, err := books.Place(t.Context(), "p-other", []string{"a", "b"}); err != nil || node != want {
+			t.Errorf("%q: the pod is on %q, want %q: %v", args, node, want, err)
+		}
 	}
 }
 

@@ -59,6 +59,14 @@ func New(resourceDomain string, now func() time.Time) *Fleet {
 	}
 }
 
+// KeepApart has pods of different namespaces kept apart on MPS GPUs, where that costs no place
+// ([placer.Books.KeepApart]). Call it before the fleet is told of anything.
+func (f *Fleet) KeepApart() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.books.KeepApart()
+}
+
 // readiness decides whether questions are answered. A Fleet's lock guards it.
 type readiness struct {
 	// missing are the kinds that are not listed yet.

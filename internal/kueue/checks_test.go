@@ -114,6 +114,11 @@ func (c *cluster) Members(id string) (pods, placed, owned int) {
 }
 
 func (c *cluster) Hold(id, name string, groups []placer.Group) ([][]string, *placer.Refusal) {
+	for _, g := range groups {
+		if namespace, _, _ := strings.Cut(name, "/"); g.Namespace == "" || g.Namespace != namespace {
+			c.t.Errorf("room for pods of the namespace %q is looked for under the name %s", g.Namespace, name)
+		}
+	}
 	at, err := c.Books.Hold(id, name, groups, start)
 	no := new(placer.Refusal)
 	if errors.As(err, &no) {

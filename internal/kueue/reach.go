@@ -114,7 +114,7 @@ func (c *Checks) want(w *Workload, v *View, of func(*Set) where) wanted {
 	var out wanted
 	for i := range w.Sets {
 		s := &w.Sets[i]
-		g := placer.Group{N: s.N}
+		g := placer.Group{Namespace: w.Namespace, N: s.N}
 		g.Containers, g.Plain = s.asks(c.books)
 		if len(g.Containers) == 0 {
 			g.N = 0

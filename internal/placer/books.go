@@ -64,6 +64,9 @@ type Books struct {
 	news  uint64
 	// due is when the first reservation ends at the earliest, zero while there is none.
 	due time.Time
+	// asked is nil before KeepApart. now is the latest time that the books have heard of.
+	asked asked
+	now   time.Time
 	// lapsed are nodes where reservations have ended by themselves.
 	lapsed []string
 	// holds are what is held for pods that are to come: Hold, Keep, Open and all about them.
@@ -143,6 +146,8 @@ type entry struct {
 	in   string
 	sits *seat
 	left bool
+	// counted is what Books.asked counts of it, nil if nothing.
+	counted *ask
 }
 
 // cardOf is a kind of GPU with its rules.
@@ -395,6 +400,13 @@ func (b *Books) settle(e *entry) {
 	b.holds.sit(e)
 	b.holds.moved = true
 	b.news++
+	b.asked.set(e, !e.Done && b.pods[e.UID] == e, b.now)
+}
+
+// dropPod forgets a pod that is nowhere.
+func (b *Books) dropPod(e *entry) {
+	delete(b.pods, e.UID)
+	b.asked.set(e, false, b.now)
 }
 
 // leave notes which devices a pod that goes leaves behind.
@@ -416,6 +428,7 @@ func (n *node) leave(e *entry) {
 
 // expire ends the reservations whose time has come.
 func (b *Books) expire(now time.Time) {
+	b.now = now
 	if b.due.IsZero() || now.Before(b.due) {
 		return
 	}
@@ -430,7 +443,7 @@ func (b *Books) expire(now time.Time) {
 			e.reserved = ""
 			b.settle(e)
 			if !e.told {
-				delete(b.pods, e.UID)
+				b.dropPod(e)
 			}
 		}
 	}

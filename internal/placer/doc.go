@@ -57,6 +57,9 @@
 // A pod that is bound reports within a second or two. Of the nodes with room it takes the one where the pod spoils the
 // least room for others, and among equals the fullest.
 //
+// After [Books.KeepApart], pods of different namespaces are kept apart on MPS GPUs, by node, where that costs no place
+// for any pod of a size that pods ask for.
+//
 // A placed pod has a reservation until SetPod shows it bound; then it is a pending pod of that node,
 // with the same room. If the scheduler gives it up, the caller calls [Books.Unreserve], or
 // [Books.Doubt] where it cannot be sure. The next call with a later now ends a reservation that is

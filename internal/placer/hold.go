@@ -12,6 +12,8 @@ import (
 
 // Group is a number of pods that ask for the same, and the nodes that they may be on.
 type Group struct {
+	// Namespace is the pods' namespace, for KeepApart; empty if it is not known.
+	Namespace  string
 	Containers []Container
 	// Plain is what a pod asks for beside the agents' devices.
 	Plain Amounts
@@ -51,6 +53,8 @@ type owner struct {
 type seat struct {
 	*ask  // of a pod that does not exist
 	owner *owner
+	// namespace is that of the pod, empty if it is not known.
+	namespace string
 	// open is true while no member uses the seat. Then it is in its node's list of seats.
 	open bool
 	// group is the index of the seat's group, 0 for an amount.
@@ -216,11 +220,13 @@ func (hs *holds) seat(h *hold, group int, as Pod, node string) *seat {
 	// No pod can have such a name, so no GPUNode names it as a holder.
 	of := newAsk(Pod{UID: fmt.Sprintf("hold %s %d", h.id, hs.age), Name: "a pod to come of " + h.name,
 		Containers: as.Containers, Plain: as.Plain, Hold: h.id})
-	return &seat{ask: of, owner: h.owner, group: group, age: hs.age, node: node}
+	return &seat{ask: of, owner: h.owner, namespace: as.Namespace, group: group, age: hs.age, node: node}
 }
 
 // pod is what a pod of the group asks for.
-func (g *Group) pod() Pod { return Pod{Containers: g.Containers, Plain: g.Plain} }
+func (g *Group) pod() Pod {
+	return Pod{Namespace: g.Namespace, Containers: g.Containers, Plain: g.Plain}
+}
 
 // at returns the nodes of each group's seats, sorted.
 func (h *hold) at(groups int) [][]string {

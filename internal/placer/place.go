@@ -133,7 +133,7 @@ func (b *Books) Place(ctx context.Context, p Pod, among []string, now time.Time)
 	}
 	if e.reserved == "" {
 		if !e.told {
-			delete(b.pods, p.UID)
+			b.dropPod(e)
 		}
 		if ctx.Err() != nil {
 			return "", context.Cause(ctx)
@@ -164,46 +164,45 @@ func (b *Books) best(ctx context.Context, p *ask, among []string) (string, *Refu
 	h := b.holds.by[p.Hold]
 	if h != nil && h.want != nil {
 		for _, yield := range []yielding{yieldNothing, yieldOwn, yieldAll} {
-			var best *choice
+			var all choices
 			for _, name := range among {
 				if n := b.nodes[name]; n != nil && n.keepsFor(h, p) {
-					c := &choice{name, b.judge(p, name, yield)}
-					if c.why == "" && (best == nil || better(c, best) < 0) {
-						best = c
+					if v := b.judge(p, name, yield); v.why == "" {
+						all = append(all, choice{name, v})
 					}
 				}
 			}
-			if best != nil {
-				return best.node, nil
+			if len(all) > 0 {
+				return all[b.pick(p, p.Namespace, all)].node, nil
 			}
 		}
 	}
-	var best, seated *choice
+	var free, seated choices
 	no, whys, waits := newRefusal(), make([]choice, 0, len(among)), false
 	for _, name := range among {
 		if ctx.Err() != nil {
 			return "", no
 		}
-		c := &choice{name, b.judge(p, name, yieldNothing)}
+		c := choice{name, b.judge(p, name, yieldNothing)}
 		own := b.nodes[name].seatOf(h, p.shape) != nil
 		switch {
 		case c.why != "":
 			waits = waits || own && c.waits
-			whys = append(whys, *c)
-		case own && (seated == nil || better(c, seated) < 0):
-			seated = c
-		case !own && (best == nil || better(c, best) < 0):
-			best = c
+			whys = append(whys, c)
+		case own:
+			seated = append(seated, c)
+		default:
+			free = append(free, c)
 		}
 	}
 	switch {
-	case seated != nil:
-		return seated.node, nil
-	case best != nil && !waits:
-		return best.node, nil
-	case best != nil: // another node is about to have its own room for it again
+	case len(seated) > 0:
+		return seated[b.pick(p, p.Namespace, seated)].node, nil
+	case len(free) > 0 && !waits:
+		return free[b.pick(p, p.Namespace, free)].node, nil
+	case len(free) > 0: // another node is about to have its own room for it again
 		no.Waits = true
-		no.Nodes[best.node] = "room is held for it elsewhere"
+		no.Nodes[free[free.first()].node] = "room is held for it elsewhere"
 	}
 	for i := range whys {
 		no.note(p, b.room(whys[i].node), whys[i].node, &whys[i].verdict)

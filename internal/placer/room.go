@@ -41,6 +41,8 @@ type room struct {
 	// verdicts, blocks and chunks remember answers: of judge, of block and of chunk.
 	verdicts       map[verdictKey]verdict
 	blocks, chunks map[string]int
+	// tenants is what node.tenants returns, nil until that is asked for.
+	tenants map[string]map[string]bool
 }
 
 // verdictKey is what a verdict depends on besides the room: what a pod asks for, the hold whose room it
@@ -102,8 +104,9 @@ type space struct {
 	// that no spot pod has.
 	lent     map[int]bool
 	lentFree int
-	// single is true if a container with a replica of the GPU has no other one: it is shared through MPS.
-	single bool
+	// mps is true if the GPU is shared through MPS, and single if it has replicas then: a container with one of them
+	// has no other one.
+	mps, single bool
 	// total is how many devices the GPU has, held tells which of them are held, and free
 	// counts the others. Of a GPU that gives out nothing new, all are held.
 	total, free int
@@ -208,7 +211,7 @@ func (n *node) spaces(gone map[string]bool) (gpus []space, at map[string]int, ki
 			continue
 		}
 		s := space{own: true, uuid: gpu.UUID(g.UUID), rank: g.Index, kind: g.Kind, resource: g.Resource,
-			single: g.Compute == gpunode.Through && !g.Kind.Together()}
+			mps: g.Compute == gpunode.Through, single: g.Compute == gpunode.Through && !g.Kind.Together()}
 		open := gpunode.Is(g.Conditions, gpunode.Available) && !g.Cordoned
 		if g.Kind == piece.KindPlacement {
 			n.placements(&s, g, open, gone)

@@ -173,9 +173,17 @@ func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
 	for _, name := range among {
 		consider(name)
 	}
+	pick := func() int {
+		if s.hs.b.asked == nil {
+			return 0 // the first of a heap
+		}
+		return s.hs.b.pick(one, missing[0].namespace, all)
+	}
 	for _, next := range missing {
-		for len(all) > 0 && judge(all[0].node) != all[0].verdict { // there was news
-			consider(heap.Pop(&all).(choice).node)
+		at := pick()
+		for len(all) > 0 && judge(all[at].node) != all[at].verdict { // there was news
+			consider(heap.Remove(&all, at).(choice).node)
+			at = pick()
 		}
 		if len(all) == 0 {
 			no := newRefusal()
@@ -185,7 +193,7 @@ func (s *search) findSame(missing []*seat) (found int, no *Refusal) {
 			}
 			return found, no
 		}
-		node := heap.Pop(&all).(choice).node
+		node := heap.Remove(&all, at).(choice).node
 		s.seat(next, node)
 		consider(node)
 		found++
@@ -205,8 +213,19 @@ type choices []choice
 
 func (c choices) Len() int           { return len(c) }
 func (c choices) Less(i, j int) bool { return better(&c[i], &c[j]) < 0 }
-func (c choices) Swap(i, j int)      { c[i], c[j] = c[j], c[i] }
-func (c *choices) Push(x any)        { *c = append(*c, x.(choice)) }
+
+// first returns the index of the best one, 0 if there is none.
+func (c choices) first() (at int) {
+	for i := range c {
+		if c.Less(i, at) {
+			at = i
+		}
+	}
+	return at
+}
+
+func (c choices) Swap(i, j int) { c[i], c[j] = c[j], c[i] }
+func (c *choices) Push(x any)   { *c = append(*c, x.(choice)) }
 func (c *choices) Pop() any {
 	last := len(*c) - 1
 	out := (*c)[last]

@@ -505,6 +505,9 @@ func (t *trial) score(p *Pod) (spoilt, left int) {
 	return spoilt, left
 }
 
+// noRemnant is more than any remnant.
+const noRemnant = 1 << 20
+
 // remnant is what is left of the fullest GPU that has n free units.
 func (t *trial) remnant(resource string, n int) int {
 	least := -1
@@ -515,7 +518,7 @@ func (t *trial) remnant(resource string, n int) int {
 		}
 	}
 	if least < 0 { // those who are about to have it may leave some yet
-		return 1 << 20
+		return noRemnant
 	}
 	return least
 }

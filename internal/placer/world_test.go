@@ -44,6 +44,7 @@ type device struct {
 	total    int
 	onDemand bool
 	single   bool // replicas with a share through MPS, of which a container has one and nothing else
+	mps      bool // pieces of another kind with a share through MPS
 	static   []mig.Placement
 	by       map[string]string // device ID → pod's UID
 	warm     []mig.Placement
@@ -142,7 +143,7 @@ func (m *machine) says() *gpunode.Status {
 			Resource: d.resource(), Total: d.total,
 			Conditions: []gpunode.Condition{{Type: gpunode.Available, Status: gpunode.True},
 				{Type: gpunode.Healthy, Status: gpunode.True}}}
-		if d.single {
+		if d.single || d.mps {
 			g.Compute = gpunode.Through
 		}
 		holders := map[string]*gpunode.Holder{}

@@ -132,6 +132,7 @@ and to the security context. A test holds what comes out equal to what kubectl m
 {{- if not (has $name (list "gpu-agent-cleanup" "gpu-agent-mps")) -}}{{- $_ := set $container "resources" $of.resources -}}{{- end -}}
 {{- if eq $name "gpu-placer" -}}
 {{- with without $values.placer.doors "extender" -}}{{- include "gpu-agent.env" (list $container "GPU_PLACER_DOORS" ($values.placer.doors | join ",")) -}}{{- end -}}
+{{- if $values.placer.mpsApart -}}{{- include "gpu-agent.env" (list $container "GPU_PLACER_MPS_APART" "true") -}}{{- end -}}
 {{- else -}}
 {{- range $flag, $value := $values.flags -}}
 {{- $text := ternary ($value | int64 | toString) ($value | toString) (kindIs "float64" $value) -}}
