@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -69,17 +70,23 @@ type parker struct {
 	news   chan struct{}
 
 	mu sync.Mutex
-	// Guarded by mu, all by the allocation's ID: those that a goroutine parks or restores; when the room was last
-	// wanted that a park was tried for in vain; those whose container must be ended.
-	busy   map[string]bool
-	vain   map[string]time.Time
-	broken map[string]bool
-	ready  bool // true once what an earlier process has left is settled
+	// Guarded by mu: what is known of allocations of the spot tier, by ID.
+	of    map[string]*parkState
+	ready bool // true once what an earlier process has left is settled
+}
 
-	// The goroutine of run alone uses these: since when the room of a parked allocation is free, not before when it is
-	// restored, and the allocations that were looked at for a hold that an earlier process has left.
-	free, notBefore map[string]time.Time
-	looked          map[string]bool
+// parkState is what the parker knows of an allocation.
+type parkState struct {
+	// busy is true while a goroutine parks or restores its container. broken is true if the container must be ended.
+	busy, broken bool
+	// vain is when the room was wanted that a park was last tried for in vain; zero if none was.
+	vain time.Time
+
+	// The goroutine of run alone uses these. free is the time since which the room of the parked container is
+	// free; zero if it is not. The container is not restored before notBefore. swept is true once a hold was cleared
+	// that an earlier process may have left.
+	free, notBefore time.Time
+	swept           bool
 }
 
 func newParker(w *Worlds, l *ledger.Ledger, wake func(), log *slog.Logger, ration *brief.Ration) *parker {
@@ -87,28 +94,43 @@ func newParker(w *Worlds, l *ledger.Ledger, wake func(), log *slog.Logger, ratio
 		return nil
 	}
 	return &parker{with: w.Parking, ledger: l, caps: w.Caps, wake: wake, log: log, ration: ration, news: make(chan struct{}, 1),
-		busy: map[string]bool{}, vain: map[string]time.Time{}, broken: map[string]bool{},
-		free: map[string]time.Time{}, notBefore: map[string]time.Time{}, looked: map[string]bool{}}
+		of: map[string]*parkState{}}
+}
+
+// edit calls change with what is known of an allocation, under the lock.
+func (p *parker) edit(id string, change func(*parkState)) *parkState {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	v := p.of[id]
+	if v == nil {
+		v = &parkState{}
+		p.of[id] = v
+	}
+	change(v)
+	return v
 }
 
 // takes reports whether the parker takes care of an allocation that is to give its room back: its container is being
 // parked, or must be ended at once, since its processes may be broken. It begins to park the container, unless that was
 // tried in vain. by is when the grace ends.
-func (p *parker) takes(ctx context.Context, a *ledger.Allocation, of []using, by, now time.Time) bool {
+func (p *parker) takes(ctx context.Context, a *ledger.Allocation, of []using, by, now time.Time) (takes bool) {
 	if p == nil {
 		return false
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	switch {
-	case p.broken[a.ID], p.busy[a.ID], !p.ready && now.Before(by):
-		return true
-	case !p.ready, p.vain[a.ID].Equal(a.Yield.Since) && !a.Yield.Since.IsZero(), !parkable(a, of), !now.Before(by):
-		return false
+	begins := false
+	p.edit(a.ID, func(v *parkState) {
+		switch {
+		case v.broken, v.busy, !p.ready && now.Before(by):
+			takes = true
+		case !p.ready, v.vain.Equal(a.Yield.Since) && !a.Yield.Since.IsZero(), !parkable(a, of), !now.Before(by):
+		default:
+			takes, begins, v.busy = true, true, true
+		}
+	})
+	if begins {
+		go p.park(ctx, a, of[0].Container, by)
 	}
-	p.busy[a.ID] = true
-	go p.park(ctx, a, of[0].Container, by)
-	return true
+	return takes
 }
 
 // parkable reports whether the driver may be able to checkpoint the container of an allocation.
@@ -117,17 +139,11 @@ func parkable(a *ledger.Allocation, of []using) bool {
 }
 
 func (p *parker) done(id string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	delete(p.busy, id)
+	p.edit(id, func(v *parkState) { v.busy = false })
 	poke(p.news)
 }
 
-func (p *parker) breaks(id string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.broken[id] = true
-}
+func (p *parker) breaks(id string) { p.edit(id, func(v *parkState) { v.broken = true }) }
 
 // hold has newcomers of an allocation's container wait, or go on.
 func (p *parker) hold(id string, held bool) error {
@@ -171,9 +187,7 @@ func (p *parker) park(ctx context.Context, a *ledger.Allocation, c *node.Contain
 			"pod", a.Holder.String(), "err", err)
 	default:
 		outcome = "refused"
-		p.mu.Lock()
-		p.vain[a.ID] = a.Yield.Since
-		p.mu.Unlock()
+		p.edit(a.ID, func(v *parkState) { v.vain = a.Yield.Since })
 		p.log.Info("a container of the spot tier cannot be parked; it has its grace", "allocation", a.ID, "pod", a.Holder.String(), "err", err)
 		if !slices.ContainsFunc(p.with.Keeper.Sets(), func(r park.Record) bool { return r.Key == a.ID }) {
 			if err := p.hold(a.ID, false); err != nil {
@@ -229,8 +243,8 @@ func (p *parker) look(ctx context.Context, now time.Time) {
 			bytes += r.Bytes
 		}
 		a, found := p.ledger.Get(r.Key)
-		if found && !restored && !p.isBusy(r.Key) {
-			restored = p.goOn(ctx, &a, r, now)
+		if v, busy := p.get(r.Key); found && !restored && !busy {
+			restored = p.goOn(ctx, &a, v, r, now)
 		}
 	}
 	p.lookAtOthers(known)
@@ -239,15 +253,15 @@ func (p *parker) look(ctx context.Context, now time.Time) {
 	}
 }
 
-func (p *parker) isBusy(id string) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.busy[id]
+// get returns what is known of an allocation, and whether a goroutine parks or restores its container.
+func (p *parker) get(id string) (v *parkState, busy bool) {
+	v = p.edit(id, func(v *parkState) { busy = v.busy })
+	return v, busy
 }
 
 // goOn takes a set a step further, and reports whether it is being restored: one at a time, since each takes the
 // host's whole bandwidth.
-func (p *parker) goOn(ctx context.Context, a *ledger.Allocation, r *park.Record, now time.Time) (restores bool) {
+func (p *parker) goOn(ctx context.Context, a *ledger.Allocation, v *parkState, r *park.Record, now time.Time) (restores bool) {
 	switch r.Phase {
 	case park.Broken:
 		p.breaks(a.ID)
@@ -267,29 +281,23 @@ func (p *parker) goOn(ctx context.Context, a *ledger.Allocation, r *park.Record,
 			return false
 		}
 		if a.Yield.Asked() {
-			delete(p.free, a.ID)
+			v.free = time.Time{}
 			return false
 		}
-		if p.free[a.ID].IsZero() {
-			p.free[a.ID] = now
+		if v.free.IsZero() {
+			v.free = now
 		}
-		if now.Sub(p.free[a.ID]) < restoreAfter || now.Before(p.notBefore[a.ID]) {
+		if now.Sub(v.free) < restoreAfter || now.Before(v.notBefore) || !p.ledger.Unpark(a.ID, a.Epoch) {
 			return false
 		}
-		if !p.ledger.Unpark(a.ID, a.Epoch) {
-			return false
-		}
-		delete(p.free, a.ID)
-		p.notBefore[a.ID] = now.Add(noRoomFor) // if it has to be tried again
+		v.free, v.notBefore = time.Time{}, now.Add(noRoomFor) // if it has to be tried again
 	}
 	p.background(a.ID, func() { p.restore(ctx, a, r) })
 	return true
 }
 
 func (p *parker) background(id string, do func()) {
-	p.mu.Lock()
-	p.busy[id] = true
-	p.mu.Unlock()
+	p.edit(id, func(v *parkState) { v.busy = true })
 	go func() {
 		defer p.done(id)
 		do()
@@ -350,41 +358,32 @@ func (p *parker) lookAtOthers(known map[string]bool) {
 		if a.Tier != ledger.Spot {
 			continue
 		}
-		if spot[a.ID] = true; known[a.ID] || p.isBusy(a.ID) {
+		spot[a.ID] = true
+		v, busy := p.get(a.ID)
+		if known[a.ID] || busy {
 			continue
 		}
 		if a.Phase == ledger.Parked {
 			p.ledger.EndParked(a.ID, a.Epoch)
-			p.looked[a.ID] = false
+			v.swept = false
 			p.wake()
 		}
-		if !p.looked[a.ID] {
+		if !v.swept {
 			if err := p.hold(a.ID, false); err != nil {
 				p.ration.Log(slog.LevelWarn, "cannot let a container's newcomers go on", []any{"allocation", a.ID}, "err", err)
 				continue
 			}
-			p.looked[a.ID] = true
+			v.swept = true
 		}
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for id := range p.broken {
-		if !known[id] && !p.busy[id] {
-			delete(p.broken, id) // its processes have ended
+	maps.DeleteFunc(p.of, func(id string, v *parkState) bool {
+		if !known[id] && !v.busy {
+			v.broken = false // its processes have ended
 		}
-	}
-	for _, of := range []map[string]time.Time{p.vain, p.free, p.notBefore} {
-		for id := range of {
-			if !spot[id] {
-				delete(of, id)
-			}
-		}
-	}
-	for id := range p.looked {
-		if !spot[id] {
-			delete(p.looked, id)
-		}
-	}
+		return !spot[id] && !known[id] && !v.busy
+	})
 }
 
 // ends returns the allocations whose containers must be ended although their room is not wanted.
@@ -395,8 +394,10 @@ func (p *parker) ends() map[string]bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for id := range p.broken {
-		out[id] = true
+	for id, v := range p.of {
+		if v.broken {
+			out[id] = true
+		}
 	}
 	return out
 }
