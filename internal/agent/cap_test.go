@@ -70,10 +70,6 @@ func (p *pages) Notice(key string) (string, error) {
 	return "/notices/" + key, nil
 }
 
-func (p *pages) Control(key string, bits uint64) error {
-	return p.SetControl(key, bits, lib.ControlYield|lib.ControlHold)
-}
-
 func (p *pages) SetControl(key string, bits, of uint64) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -59,7 +59,9 @@
 //	display        status.go, foresee.go    none: it shows the others' state                    -
 //	gpuNodeWriter  gpunode_writer.go        the GPUNode at the API server                       locks
 //	Lowering       allocatable.go           the lists sent to the kubelet, and the Node's word  a lock
-//	yielder        yield.go                 the spot allocations that are to give their room back, and how far each is a lock
+//	yielder        yield.go, yield_containers.go  the spot allocations that are to give their room back, and how far each is a lock
+//	  ender        ending.go                the tries to end spot containers                    a lock
+//	  parker       park.go                  what is known of each parked allocation             a lock
 //	Account        account.go               the usage journal, kept by internal/meter           internal/meter
 //
 // State that is guarded by "the loop" belongs to its goroutine alone. What others have for such a

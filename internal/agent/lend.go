@@ -65,8 +65,8 @@ type Lending struct {
 
 // Holds is how the processes of an allocation are kept off the GPU. lib.Pages implements it.
 type Holds interface {
-	// Control sets bits in the allocation's limit pages, and Controlled returns them.
-	Control(key string, bits uint64) error
+	// SetControl sets bits in the allocation's limit pages and clears the others that of has. Controlled returns all.
+	SetControl(key string, bits, of uint64) error
 	Controlled(key string) (bits uint64, err error)
 	// Newcomers returns how many processes wait. Waits counts how often one has begun to, in the words of
 	// the processes.
@@ -126,9 +126,9 @@ type lendHolder struct {
 	since time.Time
 	// waits is Holds.Waits from before HOLD was set; 0 if an earlier process set it.
 	waits uint64
-	// lends is true while it lends, and lent until its newcomers go on. adopted is true while it lends
-	// because the process before this one did.
-	lends, lent, adopted bool
+	// lent is true from when it begins to lend until its newcomers go on. adopted is true while it lends because the
+	// process before this one did.
+	lent, adopted bool
 	// pod is the UID of the pod whose annotations were read. refused is why it lends nothing, in words for
 	// people; empty if it may.
 	pod, refused string
@@ -152,7 +152,7 @@ func (l *Lender) adopt() {
 	for _, a := range l.ledger.Allocations() {
 		if h := l.holder(&a); h != nil && l.holds(a.ID) == nil {
 			h.adopted = l.front.SetLending(a.ID, a.Epoch, true)
-			h.lends, h.lent = h.adopted, h.adopted
+			h.lent = h.adopted
 		}
 	}
 }
@@ -201,7 +201,7 @@ func (l *Lender) look(ctx context.Context) time.Duration {
 		known[a.ID] = true
 		after := lends(a)
 		l.report(a, h, l.lookAt(a, h, after))
-		if words := h.words(); words != "" {
+		if words := h.words(a.Lending); words != "" {
 			told[a.ID] = words
 		}
 		switch {
@@ -243,12 +243,11 @@ func (l *Lender) holds(id string) error {
 	return err
 }
 
-// lookAt takes the next step of one allocation. after is how long it must have been idle to lend; 0 if its GPU
+// lookAt takes the next step of one allocation, and notes in it whether it lends then. after is how long it must have been idle to lend; 0 if its GPU
 // lends nothing.
 func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
 	now := time.Now()
 	there, sure := l.presenceOf(a, now)
-	h.lends = a.Lending
 	switch {
 	case a.Lending:
 		return l.keep(a, h, after)
@@ -282,7 +281,7 @@ func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration
 }
 
 func (l *Lender) hold(a *ledger.Allocation) error {
-	if err := l.lending.Pages.Control(a.ID, lib.ControlHold); err != nil {
+	if err := l.lending.Pages.SetControl(a.ID, lib.ControlHold, lib.ControlHold); err != nil {
 		return fmt.Errorf("hold its newcomers: %w", err)
 	}
 	return nil
@@ -335,7 +334,7 @@ func (l *Lender) begin(a *ledger.Allocation, h *lendHolder, after time.Duration,
 		}
 		h.since = time.Time{}
 		if l.front.SetLending(a.ID, a.Epoch, true) {
-			h.lends, h.lent = true, true
+			a.Lending, h.lent = true, true
 			l.log.Info("idle room is lent to spot pods", "pod", a.Holder, "allocation", a.ID, "gpu", a.GPUs()[0],
 				"idle_since", h.idle)
 			l.wake()
@@ -361,7 +360,7 @@ func (l *Lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) 
 		h.held = true
 		return l.hold(a) // its pages may have been made anew
 	}
-	h.adopted, h.lends = false, false
+	a.Lending, h.adopted = false, false
 	if l.front.SetLending(a.ID, a.Epoch, false) {
 		l.log.Info("room that was lent is wanted back", "pod", a.Holder, "allocation", a.ID, "gpu", a.GPUs()[0], "why", why)
 		l.wake()
@@ -371,7 +370,7 @@ func (l *Lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) 
 
 // release lets the newcomers of an allocation go on. No other has its room.
 func (l *Lender) release(a *ledger.Allocation, h *lendHolder) error {
-	if err := l.lending.Pages.Control(a.ID, 0); err != nil && !errors.Is(err, gpu.ErrNotFound) {
+	if err := l.lending.Pages.SetControl(a.ID, 0, lib.ControlHold); err != nil && !errors.Is(err, gpu.ErrNotFound) {
 		return fmt.Errorf("let its newcomers go on: %w", err)
 	}
 	h.held, h.lent, h.idle, h.seen = false, false, time.Time{}, time.Time{}
@@ -432,10 +431,10 @@ func (l *Lender) report(a *ledger.Allocation, h *lendHolder, err error) {
 	h.failed = text
 }
 
-// words returns what people are told of an allocation's lending; empty if there is nothing to tell.
-func (h *lendHolder) words() string {
+// words returns what people are told of an allocation that lends, or does not; empty if there is nothing to tell.
+func (h *lendHolder) words(lends bool) string {
 	switch {
-	case h.lends:
+	case lends:
 		return lendingWords
 	case h.lent:
 		return returningWords

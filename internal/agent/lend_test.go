@@ -97,14 +97,14 @@ func (p *programs) enterLocked(key string) {
 
 func (p *programs) leave(key string) { p.with(func() { p.on[key] = 0 }) }
 
-func (p *programs) Control(key string, bits uint64) error {
+func (p *programs) SetControl(key string, bits, of uint64) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.broken != nil {
 		return p.broken
 	}
-	p.bits[key] = bits
-	if bits&lib.ControlHold == 0 {
+	p.bits[key] = p.bits[key]&^of | bits
+	if p.bits[key]&lib.ControlHold == 0 {
 		for ; p.waiting[key] > 0; p.waiting[key]-- {
 			p.enterLocked(key)
 		}

@@ -176,10 +176,8 @@ type Caps interface {
 	// gpu.ErrNotFound if there is no notice.
 	Notice(key string) (path string, err error)
 	SetNotice(key string, by time.Time) error
-	// Control tells the processes of an allocation what is asked of them, by bits of package lib. The error wraps
-	// gpu.ErrNotFound if there are no pages.
-	Control(key string, bits uint64) error
-	// SetControl is Control for those of the bits that of has; the others stay.
+	// SetControl tells the processes of an allocation what is asked of them, by bits of package lib: of those that of
+	// has, it sets the ones in bits and clears the others. The error wraps gpu.ErrNotFound if there are no pages.
 	SetControl(key string, bits, of uint64) error
 	Remove(key string) error
 	// List returns the keys of allocations that have pages.

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"log/slog"
 	"maps"
 	"slices"
@@ -32,11 +33,10 @@ const DefaultYieldGrace = 20 * time.Second
 
 const (
 	// yieldEvery is how often the yielder looks while an allocation is to give its room back, and how
-	// often it tries again to end a container. yieldLeast is the shortest time between two looks, and
-	// yieldListed how old the list of containers may be: the loop can make many rounds in a second.
-	yieldEvery  = time.Second
-	yieldLeast  = 50 * time.Millisecond
-	yieldListed = 500 * time.Millisecond
+	// often it tries again to end a container. yieldLeast is the shortest time between two looks: the loop can
+	// make many rounds in a second.
+	yieldEvery = time.Second
+	yieldLeast = 50 * time.Millisecond
 	// evictAgain is how long the yielder waits after a refused eviction. evictRate and evictBurst bound
 	// the requests, a second and at once: a node may have hundreds of spot pods. evictPatience bounds
 	// one of them.
@@ -49,8 +49,6 @@ const (
 	detachBefore = 2 * time.Second
 	// nameWait is how long the Event waits for the kubelet to name the pod that was given the room.
 	nameWait = 3 * time.Second
-	// endsAtOnce is how many containers are ended at the same time.
-	endsAtOnce = 16
 )
 
 // Ways in which a spot allocation has given its room back. They are a label of a metric.
@@ -68,45 +66,38 @@ const (
 // What it acts on is what the ledger says of the allocation, and what the runtime says of the container: which
 // allocation it has, by names that no tenant can write. It ends a container only if that is so just before.
 type yielder struct {
-	grace   time.Duration
-	ledger  *ledger.Ledger
-	runtime deviceplugin.Runtime
-	uses    interface {
-		Uses([]node.Container) []deviceplugin.Use
-		Knows([]node.Container) bool
-		Stranger() error
-	}
-	belongs func(deviceplugin.Use) bool
-	cluster Cluster // nil if there is no API server
-	end     func(context.Context, *node.Container) (how string, err error)
-	detach  func(context.Context, *node.Container)
-	evict   func(context.Context, workload.Pod, time.Duration) error // nil if the agent evicts no pods
-	parker  *parker                                                  // nil if no container is parked
-	notices Caps
-	account *Account
-	seen    YieldObserver // nil if nothing is counted
-	log     *slog.Logger
-	ration  *brief.Ration
-	limit   *rate.Limiter // of evictions
+	grace      time.Duration
+	ledger     *ledger.Ledger
+	containers *spotContainers
+	cluster    Cluster // nil if there is no API server
+	ends       *ender
+	detach     func(context.Context, *node.Container)
+	evict      func(context.Context, workload.Pod, time.Duration) error // nil if the agent evicts no pods
+	limit      *rate.Limiter                                            // of evictions
+	parker     *parker                                                  // nil if no container is parked
+	notices    Caps
+	account    *Account
+	seen       YieldObserver // nil if nothing is counted
+	log        *slog.Logger
+	ration     *brief.Ration
 	// news has a token after each round, evictable one if there may be another pod to evict.
 	news, evictable chan struct{}
 
-	// askNames has the kubelet asked for the names of pods.
-	askNames func()
-
-	// The goroutine of run alone uses these: the last list of containers, when it was asked for, when names were
-	// last asked for, and the spot allocations whose notice was looked at.
-	listed            []node.Container
-	asked, askedNames time.Time
-	noticed           map[string]bool
+	// askNames has the kubelet asked for the names of pods. askedNames is when that was last done; only the
+	// goroutine of run uses it.
+	askNames   func()
+	askedNames time.Time
 
 	mu sync.Mutex
-	// Guarded by mu: the allocations that are to give their room back and have a container, by ID, and the
-	// containers that are being ended.
-	of     map[string]*yield
-	ending map[string]bool
-	// triedBroken has when it was last tried to end a container whose processes may be broken.
-	triedBroken map[string]time.Time
+	of map[string]*spotState // guarded by mu: the spot allocations, by ID
+}
+
+// spotState is what the yielder knows of a spot allocation.
+type spotState struct {
+	// swept is true once the notice was looked at that an earlier process may have left.
+	swept bool
+	// yield is nil unless it is to give its room back and has a container.
+	yield *yield
 }
 
 // YieldObserver counts the spot allocations that have given their room back; it must not block.
@@ -135,20 +126,18 @@ type yield struct {
 	again   time.Time
 	// detached has the containers whose clients of MPS were detached.
 	detached map[string]bool
-	// tried has when it was last tried to end each of its containers. ended counts the tries that have ended one,
-	// or are under way.
-	tried map[string]time.Time
+	// ended counts the tries to end one of its containers that have done so, or are under way.
 	ended int
 }
 
 func newYielder(o *Options, w *Worlds, l *ledger.Ledger, front *deviceplugin.FrontEnd, witnesses *deviceplugin.Witnesses,
 	ration *brief.Ration) *yielder {
-	return &yielder{grace: o.YieldGrace, ledger: l, runtime: w.Runtime, uses: witnesses, belongs: front.Belongs,
-		cluster: w.Cluster, end: w.End, detach: w.Detach, evict: w.Evict, notices: w.Caps, account: w.Account, seen: w.Yields, log: o.Log,
-		ration: ration, limit: rate.NewLimiter(evictRate, evictBurst),
-		news: make(chan struct{}, 1), evictable: make(chan struct{}, 1), askNames: witnesses.Ask,
-		noticed: map[string]bool{}, of: map[string]*yield{}, ending: map[string]bool{},
-		triedBroken: map[string]time.Time{}}
+	return &yielder{grace: o.YieldGrace, ledger: l,
+		containers: &spotContainers{runtime: w.Runtime, uses: witnesses, belongs: front.Belongs},
+		cluster:    w.Cluster, ends: newEnder(w, o.Log, ration), detach: w.Detach, evict: w.Evict,
+		limit: rate.NewLimiter(evictRate, evictBurst), notices: w.Caps, account: w.Account, seen: w.Yields, log: o.Log,
+		ration: ration, news: make(chan struct{}, 1), evictable: make(chan struct{}, 1), askNames: witnesses.Ask,
+		of: map[string]*spotState{}}
 }
 
 // turn is called at the end of each round.
@@ -194,19 +183,19 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 		}
 	}
 	y.settle(byID, now)
-	y.clearNotices(byID)
 	broken := y.parker.ends()
 	if len(yielding) == 0 && len(broken) == 0 {
 		return 0
 	}
 	wait = yieldEvery
-	containers, err := y.list(ctx, yielding, len(broken) > 0, now)
+	due := len(broken) > 0 || slices.ContainsFunc(yielding, func(a *ledger.Allocation) bool { return now.Sub(a.Yield.Since) >= y.grace })
+	containers, err := y.containers.ask(ctx, due, now)
 	if err != nil {
 		y.ration.Log(slog.LevelWarn, "cannot ask which containers have room that is to be given back; it is tried again", nil,
 			"err", err)
 		return wait
 	}
-	using, guaranteed := y.sort(containers, byID)
+	using, guaranteed := y.containers.sort(containers, byID)
 	named := true
 	for id := range broken {
 		y.endBroken(ctx, id, using[id], now)
@@ -241,76 +230,16 @@ func (y *yielder) look(ctx context.Context, now time.Time) (wait time.Duration) 
 	return wait
 }
 
-// list returns the containers of the runtime. The answer is new if a container may have to be ended; due is true if
-// one has to in any case.
-func (y *yielder) list(ctx context.Context, yielding []*ledger.Allocation, due bool, now time.Time) ([]node.Container, error) {
-	due = due || slices.ContainsFunc(yielding, func(a *ledger.Allocation) bool { return now.Sub(a.Yield.Since) >= y.grace })
-	if !due && !y.asked.IsZero() && now.Sub(y.asked) < yieldListed {
-		return y.listed, nil
-	}
-	ctx, cancel := context.WithTimeout(ctx, deviceplugin.RuntimePatience)
-	defer cancel()
-	list, err := y.runtime.Containers(ctx)
-	if err == nil && !y.uses.Knows(list) {
-		err = y.uses.Stranger()
-	}
-	if err != nil {
-		return nil, err
-	}
-	y.listed, y.asked = list, now
-	return list, nil
-}
-
-// using is a container that has an allocation, with all allocations that it has.
-type using struct {
-	*node.Container
-	has []string
-}
-
-// sort returns the containers of each spot allocation that belong to its holder, and the pods that have something
-// that is guaranteed, or that this ledger does not know.
-func (y *yielder) sort(list []node.Container, byID map[string]*ledger.Allocation) (of map[string][]using,
-	guaranteed map[workload.Pod]bool) {
-	of, guaranteed = map[string][]using{}, map[workload.Pod]bool{}
-	named := func(p workload.Pod) workload.Pod { return workload.Pod{Namespace: p.Namespace, Name: p.Name} }
-	for _, a := range byID {
-		if a.Tier != ledger.Spot {
-			for _, p := range a.Pods() {
-				guaranteed[named(p)] = true
-			}
-		}
-	}
-	for i := range list {
-		c := &list[i]
-		if c.CDIUnknown {
-			guaranteed[named(c.InPod())] = true // it may have anything
-		}
-		found := y.uses.Uses(list[i : i+1])
-		var has []string
-		for _, u := range found {
-			has = append(has, u.Key)
-		}
-		for _, u := range found {
-			switch a := byID[u.Key]; {
-			case a == nil || a.Tier != ledger.Spot:
-				guaranteed[named(c.InPod())] = true
-			case y.belongs(u):
-				of[a.ID] = append(of[a.ID], using{c, has})
-			}
-		}
-	}
-	return of, guaranteed
-}
-
 // note returns the entry of an allocation that is to give its room back.
 func (y *yielder) note(a *ledger.Allocation, now time.Time) *yield {
 	y.mu.Lock()
 	defer y.mu.Unlock()
-	v := y.of[a.ID]
+	s := y.of[a.ID]
+	v := s.yield
 	if v == nil {
 		v = &yield{id: a.ID, resource: a.Resource, epoch: a.Epoch, since: a.Yield.Since, by: a.Yield.Since.Add(y.grace),
-			notices: map[string]bool{}, detached: map[string]bool{}, tried: map[string]time.Time{}}
-		y.of[a.ID] = v
+			notices: map[string]bool{}, detached: map[string]bool{}}
+		s.yield = v
 		y.log.Info("an allocation of the spot tier is to give its room back", "allocation", a.ID, "resource", a.Resource,
 			"pod", a.Holder.String(), "to", a.After, "within", max(0, v.by.Sub(now)).Round(time.Millisecond).String())
 	}
@@ -340,13 +269,12 @@ func (y *yielder) tell(v *yield, a *ledger.Allocation, of []using, byID map[stri
 			y.notice(key, v.by)
 		}
 	}
-	to, named := y.told(a, byID)
 	v.event = fmt.Sprintf("the room that container %s has in the spot tier is taken back: %s; it ends by %s at the latest",
-		a.Holder.Container, to, v.by.UTC().Format(time.RFC3339))
-	if named || now.Sub(v.since) >= min(nameWait, y.grace/2) {
+		a.Holder.Container, told(a), v.by.UTC().Format(time.RFC3339))
+	if a.Yield.Named || now.Sub(v.since) >= min(nameWait, y.grace/2) {
 		y.sendEvent(v)
 	}
-	return named || v.told
+	return a.Yield.Named || v.told
 }
 
 // sendEvent tells the pod of an allocation, once, if the kubelet has named the pod.
@@ -357,22 +285,12 @@ func (y *yielder) sendEvent(v *yield) {
 	}
 }
 
-// told says to an allocation's pod where its room goes. named is true if the kubelet has named all pods that
-// were given it.
-func (y *yielder) told(a *ledger.Allocation, byID map[string]*ledger.Allocation) (to string, named bool) {
+// told says to an allocation's pod where its room goes.
+func told(a *ledger.Allocation) string {
 	if len(a.Yield.To) == 0 {
-		return "the GPU's layout changes", true
+		return a.Yield.Told
 	}
-	var names []string
-	named = true
-	for _, id := range a.Yield.To {
-		if g := byID[id]; g != nil {
-			names = append(names, g.Holder.Told(a.Holder.Namespace, id))
-			named = named && g.Holder.Name != ""
-		}
-	}
-	slices.Sort(names)
-	return "it was given to " + brief.List(slices.Compact(names), 3), named
+	return "it was given to " + a.Yield.Told
 }
 
 // notice tells the programs of an allocation by when they end, by its notice and its limit pages; if by is zero,
@@ -392,47 +310,42 @@ func (y *yielder) notice(key string, by time.Time) {
 	}
 }
 
-// clearNotices clears what an earlier process has written for spot allocations that do not yield any longer.
-func (y *yielder) clearNotices(byID map[string]*ledger.Allocation) {
-	for id, a := range byID {
-		if a.Tier != ledger.Spot || y.noticed[id] {
-			continue
-		}
-		if y.noticed[id] = true; !a.Yield.Asked() {
-			y.notice(id, time.Time{})
-		}
-	}
-	maps.DeleteFunc(y.noticed, func(id string, _ bool) bool { return byID[id] == nil })
-}
-
-// settle takes in which allocations have given their room back, and which need not any longer.
+// settle takes in which spot allocations there are, which have given their room back, and which need not any longer.
+// It clears what an earlier process has written for those that do not yield any longer.
 func (y *yielder) settle(byID map[string]*ledger.Allocation, now time.Time) {
 	y.mu.Lock()
 	var over []*yield
 	ways := map[*yield]string{}
-	wanted := map[string]bool{} // notices that others still need
-	for id, v := range y.of {
-		if a := byID[id]; v.stands(a) && !a.Out() {
+	wanted, stale := map[string]bool{}, map[string]bool{} // notices that others still need, and those of an earlier process
+	for id, a := range byID {
+		if a.Tier == ledger.Spot && y.of[id] == nil {
+			y.of[id] = &spotState{}
+		}
+	}
+	for id, s := range y.of {
+		a := byID[id]
+		if !s.swept {
+			s.swept, stale[id] = true, !a.Yield.Asked()
+		}
+		if v := s.yield; v != nil && v.stands(a) && !a.Out() {
 			for key := range v.notices {
 				wanted[key] = true
 			}
-			continue
+		} else if v != nil {
+			over, s.yield = append(over, v), nil
+			ways[v] = v.way(a)
 		}
-		over = append(over, v)
-		delete(y.of, id)
-		switch ways[v] = yieldedLeft; {
-		case byID[id] != nil && byID[id].Phase == ledger.Parked:
-			ways[v] = yieldedParked
-			v.event = fmt.Sprintf("the room that container %s has in the spot tier was wanted, so it is parked: its GPU memory is "+
-				"on the host until the room is free again", v.holder.Container)
-		case v.ended > 0:
-			ways[v] = yieldedEnded
-		case v.evicted:
-			ways[v] = yieldedEvicted
+		if a == nil || a.Tier != ledger.Spot {
+			delete(y.of, id)
 		}
 	}
 	y.mu.Unlock()
 	slices.SortFunc(over, func(a, b *yield) int { return strings.Compare(a.id, b.id) })
+	for id, is := range stale {
+		if is {
+			y.notice(id, time.Time{})
+		}
+	}
 	for _, v := range over {
 		for key := range v.notices {
 			if !wanted[key] {
@@ -453,6 +366,21 @@ func (y *yielder) settle(byID map[string]*ledger.Allocation, now time.Time) {
 			y.seen.Yielded(way, took)
 		}
 	}
+}
+
+// way returns how an allocation has given its room back. a is nil if it has ended.
+func (v *yield) way(a *ledger.Allocation) string {
+	switch {
+	case a != nil && a.Phase == ledger.Parked:
+		v.event = fmt.Sprintf("the room that container %s has in the spot tier was wanted, so it is parked: its GPU memory is "+
+			"on the host until the room is free again", v.holder.Container)
+		return yieldedParked
+	case v.ended > 0:
+		return yieldedEnded
+	case v.evicted:
+		return yieldedEvicted
+	}
+	return yieldedLeft
 }
 
 // choose decides whether the pod of an allocation is to be evicted.
@@ -484,13 +412,24 @@ func (y *yielder) evictAll(ctx context.Context) error {
 	}
 }
 
+// yieldsLocked yields the allocations that are to give their room back.
+func (y *yielder) yieldsLocked() iter.Seq[*yield] {
+	return func(yield func(*yield) bool) {
+		for _, s := range y.of {
+			if s.yield != nil && !yield(s.yield) {
+				return
+			}
+		}
+	}
+}
+
 // nextEviction returns the allocation whose pod is to be evicted next, the one with the least time left first. If
 // there is none now, it returns how long to wait at most.
 func (y *yielder) nextEviction(now time.Time) (next *yield, wait time.Duration) {
 	y.mu.Lock()
 	defer y.mu.Unlock()
 	wait = time.Minute
-	for _, v := range y.of {
+	for v := range y.yieldsLocked() {
 		switch {
 		case !v.whole || v.evicted || !now.Before(v.by):
 		case now.Before(v.again):
@@ -509,7 +448,7 @@ func (y *yielder) evictOne(ctx context.Context, v *yield) {
 	a, _ := y.ledger.Get(v.id)
 	y.mu.Lock()
 	pod := v.holder.Pod
-	for _, o := range y.of { // another container of the same pod may be about to be asked for
+	for o := range y.yieldsLocked() { // another container of the same pod may be about to be asked for
 		if o.holder.UID == pod.UID {
 			o.again = now.Add(evictAgain)
 		}
@@ -534,7 +473,7 @@ func (y *yielder) evictOne(ctx context.Context, v *yield) {
 		return
 	}
 	y.mu.Lock()
-	for _, o := range y.of {
+	for o := range y.yieldsLocked() {
 		o.evicted = o.evicted || o.holder.UID == pod.UID
 	}
 	y.mu.Unlock()
@@ -549,7 +488,7 @@ func throughMPS(a *ledger.Allocation) bool {
 // detachAll has the clients of MPS of an allocation's containers detached, beside this goroutine.
 func (y *yielder) detachAll(ctx context.Context, v *yield, of []using) {
 	for _, c := range of {
-		if a, _ := y.ledger.Get(v.id); y.detach != nil && !v.detached[c.ID] && v.stands(&a) && a.Yielding() {
+		if y.detach != nil && !v.detached[c.ID] && y.wants(v) {
 			v.detached[c.ID] = true
 			go y.detach(ctx, c.Container)
 		}
@@ -558,75 +497,35 @@ func (y *yielder) detachAll(ctx context.Context, v *yield, of []using) {
 
 // endAll ends the containers of an allocation whose grace is over, beside this goroutine.
 func (y *yielder) endAll(ctx context.Context, v *yield, of []using, now time.Time) {
+	why := &endCause{allocation: v.id, since: v.since, why: "whose room is wanted", account: "its room in the spot tier was wanted",
+		stands: func() bool { return y.wants(v) }}
 	y.mu.Lock()
 	defer y.mu.Unlock()
 	for _, c := range of {
-		if y.ending[c.ID] || len(y.ending) >= endsAtOnce || now.Sub(v.tried[c.ID]) < yieldEvery {
-			continue
-		}
-		first := v.tried[c.ID].IsZero()
-		y.ending[c.ID], v.tried[c.ID] = true, now
-		v.ended++
-		go func() {
-			ended := y.endOne(ctx, v, c.Container, first)
+		begun := y.ends.begin(ctx, c.Container, why, now, func(ended bool) {
 			y.mu.Lock()
 			defer y.mu.Unlock()
-			if delete(y.ending, c.ID); !ended {
+			if !ended {
 				v.ended--
 			}
-		}()
+		})
+		if begun {
+			v.ended++
+		}
 	}
+}
+
+// wants reports whether an allocation still is to give its room back, for the same reason.
+func (y *yielder) wants(v *yield) bool {
+	a, _ := y.ledger.Get(v.id)
+	return v.stands(&a) && a.Yielding()
 }
 
 // endBroken ends the containers of an allocation whose processes may be broken, beside this goroutine.
 func (y *yielder) endBroken(ctx context.Context, id string, of []using, now time.Time) {
-	y.mu.Lock()
-	defer y.mu.Unlock()
+	why := &endCause{allocation: id, since: now, why: "whose processes may be broken by their checkpoint",
+		account: "its processes may be broken by their checkpoint", stands: func() bool { return true }}
 	for _, c := range of {
-		if y.end == nil || y.ending[c.ID] || len(y.ending) >= endsAtOnce || now.Sub(y.triedBroken[c.ID]) < yieldEvery {
-			continue
-		}
-		first := y.triedBroken[c.ID].IsZero()
-		y.ending[c.ID], y.triedBroken[c.ID] = true, now
-		go func() {
-			how, err := y.end(ctx, c.Container)
-			pod := c.InPod().String()
-			switch {
-			case err != nil && !errors.Is(err, gpu.ErrNotFound):
-				y.ration.Log(slog.LevelError, "cannot end a container whose processes may be broken", []any{"container", c.ID, "pod", pod},
-					"err", err)
-			case err == nil && first:
-				y.log.Warn("ended a container of the spot tier, whose processes may be broken by their checkpoint", "container", c.ID,
-					"pod", pod, "allocation", id, "how", how)
-				y.account.killed(c.Container, status.Yielded, "its processes may be broken by their checkpoint")
-			}
-			y.mu.Lock()
-			defer y.mu.Unlock()
-			delete(y.ending, c.ID)
-			if errors.Is(err, gpu.ErrNotFound) {
-				delete(y.triedBroken, c.ID)
-			}
-		}()
+		y.ends.begin(ctx, c.Container, why, now, func(bool) {})
 	}
-}
-
-// endOne ends a container of an allocation, if that still is to give its room back. first is false if that was
-// tried before: a process with much memory takes seconds to end.
-func (y *yielder) endOne(ctx context.Context, v *yield, c *node.Container, first bool) (ended bool) {
-	if a, _ := y.ledger.Get(v.id); y.end == nil || !v.stands(&a) || !a.Yielding() {
-		return false
-	}
-	how, err := y.end(ctx, c)
-	switch pod := c.InPod().String(); {
-	case errors.Is(err, gpu.ErrNotFound): // it has ended by itself
-		return false
-	case err != nil:
-		y.ration.Log(slog.LevelError, "cannot end a container whose room is wanted", []any{"container", c.ID, "pod", pod}, "err", err)
-		return false
-	case first:
-		y.log.Warn("ended a container of the spot tier, whose room is wanted", "container", c.ID, "pod", pod, "name", c.Name,
-			"how", how, "after", time.Since(v.since).Round(time.Millisecond).String())
-		y.account.killed(c, status.Yielded, "its room in the spot tier was wanted")
-	}
-	return true
 }

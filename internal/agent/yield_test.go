@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -13,6 +14,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"example.com/gpu-agent/internal/brief"
 	"example.com/gpu-agent/internal/kube/agentkube"
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
@@ -376,9 +378,7 @@ func TestGuaranteedContainerOfTheSamePod(t *testing.T) {
 
 // What a look decides is looked at again when it is done: a yield that is over by then ends nothing.
 func TestEndIsDecidedAnew(t *testing.T) {
-	b := &yielder{ledger: ledger.New(func() {}, time.Now), end: func(context.Context, *node.Container) (string, error) {
-		return "", errors.New("ended")
-	}}
+	b := &yielder{ledger: ledger.New(func() {}, time.Now)}
 	now := time.Now()
 	for name, a := range map[string]ledger.Allocation{
 		"guaranteed":           {Epoch: 3, Yield: ledger.Yield{Since: now, To: []string{"g"}}},
@@ -391,9 +391,67 @@ func TestEndIsDecidedAnew(t *testing.T) {
 			t.Errorf("an allocation that is %s stands", name)
 		}
 	}
-	if b.endOne(t.Context(), &yield{id: "gone", epoch: 3, since: now}, &node.Container{ID: "c"}, true) {
-		t.Error("a container of no allocation is ended")
+	if b.wants(&yield{id: "gone", epoch: 3, since: now}) {
+		t.Error("the room of no allocation is wanted")
 	}
+	e := &ender{kill: func(context.Context, *node.Container) (string, error) { return "test", nil }, log: slog.New(slog.DiscardHandler)}
+	for _, stands := range []bool{false, true} {
+		if e.endOne(t.Context(), &node.Container{ID: "c"}, &endCause{stands: func() bool { return stands }}, &try{}) != stands {
+			t.Errorf("a container is ended: %v, and its reason stands: %v", !stands, stands)
+		}
+	}
+}
+
+// Two reasons end a container once at a time, and one end that fails is followed by another, which is told.
+func TestEndsOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var told logBuffer
+		log := slog.New(slog.NewTextHandler(&told, nil))
+		tries, answer := 0, errors.New("no answer")
+		e := newEnder(&Worlds{End: func(context.Context, *node.Container) (string, error) {
+			tries++
+			time.Sleep(3 * time.Second)
+			return "test", answer
+		}}, log, brief.NewRation(log, time.Now, time.AfterFunc))
+		c, why := &node.Container{ID: "c"}, &endCause{why: "for a test", stands: func() bool { return true }}
+		ended := 0
+		begin := func() bool {
+			return e.begin(t.Context(), c, why, time.Now(), func(is bool) {
+				if is {
+					ended++
+				}
+			})
+		}
+		if !begin() || begin() {
+			t.Error("it is ended twice at once, or not at all")
+		}
+		time.Sleep(4 * time.Second)
+		if tries != 1 || ended != 0 || strings.Contains(told.String(), "ended a container") {
+			t.Errorf("%d tries, %d have ended it, and the log has %s", tries, ended, &told)
+		}
+		for range 2 {
+			if answer = nil; !begin() {
+				t.Error("it is not tried again")
+			}
+			time.Sleep(4 * time.Second)
+		}
+		if got := strings.Count(told.String(), "ended a container of the spot tier for a test"); ended != 2 || got != 1 {
+			t.Errorf("%d tries have ended it, and the log has it %d times: %s", ended, got, &told)
+		}
+		for i := range 3 * endsAtOnce {
+			e.begin(t.Context(), &node.Container{ID: fmt.Sprint(i)}, why, time.Now(), func(bool) {})
+		}
+		synctest.Wait()
+		if e.going != endsAtOnce {
+			t.Errorf("%d containers are ended at once", e.going)
+		}
+		time.Sleep(2 * endForgotten)
+		e.begin(t.Context(), &node.Container{ID: "another"}, why, time.Now(), func(bool) {})
+		if len(e.tries) != 1 {
+			t.Errorf("%d ends are remembered", len(e.tries))
+		}
+		time.Sleep(4 * time.Second)
+	})
 }
 
 // A container with a share through MPS is detached two seconds before its end, so that its neighbours go on.

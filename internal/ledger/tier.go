@@ -4,8 +4,9 @@ package ledger
 
 import (
 	"slices"
-	"strings"
 	"time"
+
+	"example.com/gpu-agent/internal/brief"
 )
 
 // Tier is whether an allocation keeps its room until it ends.
@@ -51,6 +52,10 @@ type Yield struct {
 	// its GPU is to change.
 	To     []string
 	Layout bool
+	// Told names to whom the room goes in words for the allocation's own pod, and Named is true if the kubelet
+	// has named all the pods that are given it. Both are zero while no reason stands.
+	Told  string
+	Named bool
 	// Out is true if a look that began after Since has found no container of it.
 	Out bool
 }
@@ -172,23 +177,35 @@ func (l *Ledger) askLocked(a *allocation, to []string, layout bool, since time.T
 			l.moveLocked(a, Waiting)
 		}
 	}
-	if a.Yield.Asked() && !a.Superseded {
-		a.After, a.forPod = l.whyLocked(a)
+	if !a.Yield.Asked() {
+		return
+	}
+	var others string
+	others, a.Yield.Told, a.Yield.Named = l.whyLocked(a)
+	if !a.Superseded {
+		a.After, a.forPod = others, a.Yield.Told
 	}
 }
 
-// whyLocked returns to whom a spot allocation gives its room, in words for operators and for its own pod.
-func (l *Ledger) whyLocked(a *allocation) (others, forPod string) {
+// whyLocked returns to whom a spot allocation gives its room, in words for operators and for its own pod, and whether
+// the kubelet has named all of these.
+func (l *Ledger) whyLocked(a *allocation) (others, told string, named bool) {
 	if len(a.Yield.To) == 0 {
 		const layout = "the GPU's layout changes"
-		return layout, layout
+		return layout, layout, true
 	}
-	var names, told []string
-	for _, id := range a.Yield.To {
+	names, its := make([]string, len(a.Yield.To)), make([]string, len(a.Yield.To))
+	named = true
+	for i, id := range a.Yield.To {
 		g := l.allocations[id]
-		names, told = append(names, g.Who()), append(told, g.Holder.Told(a.Holder.Namespace, id))
+		names[i], its[i] = g.Who(), g.Holder.Told(a.Holder.Namespace, id)
+		named = named && g.Holder.Name != ""
 	}
-	return strings.Join(names, ", "), strings.Join(told, ", ")
+	list := func(of []string) string {
+		slices.Sort(of)
+		return brief.List(slices.Compact(of), 3)
+	}
+	return list(names), list(its), named
 }
 
 // SetLayoutYields sets which spot allocations give their room back because the layout of their GPU is to

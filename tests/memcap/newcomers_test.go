@@ -19,8 +19,10 @@ func TestNewcomersAreHeld(t *testing.T) {
 		bytes uint64
 		end   func(key string) error
 	}{
-		{"share", 4 * GiB, func(key string) error { return r.pages.Control(key, 0) }},
-		{"whole", lib.None, func(key string) error { return r.pages.Control(key, lib.ControlYield) }},
+		{"share", 4 * GiB, func(key string) error { return r.pages.SetControl(key, 0, lib.ControlHold|lib.ControlYield) }},
+		{"whole", lib.None, func(key string) error {
+			return r.pages.SetControl(key, lib.ControlYield, lib.ControlHold|lib.ControlYield)
+		}},
 		{"ended", 4 * GiB, r.pages.Remove},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -30,7 +32,7 @@ func TestNewcomersAreHeld(t *testing.T) {
 				t.Fatalf("%q", there.said)
 			}
 			had := r.used(0)
-			if err := r.pages.Control(c.name, lib.ControlHold); err != nil {
+			if err := r.pages.SetControl(c.name, lib.ControlHold, lib.ControlHold|lib.ControlYield); err != nil {
 				t.Fatal(err)
 			}
 			k := b.tool(t, "probe", nil)

@@ -12,7 +12,7 @@ import (
 	"example.com/gpu-agent/pkg/gpu"
 )
 
-// What the agent can ask of the processes of an allocation, as bits for [Pages.Control].
+// What the agent can ask of the processes of an allocation, as bits for [Pages.SetControl].
 const (
 	// ControlYield asks programs to write a checkpoint, since their container will lose the GPU soon.
 	ControlYield uint64 = 1 << iota
@@ -21,21 +21,15 @@ const (
 	ControlHold
 )
 
-// Control tells the processes of an allocation what the agent asks of them: the bits replace those
-// that stood. It wakes the processes that wait. A process that the wake does not reach looks again
-// within 200 ms.
+// SetControl tells the processes of an allocation what the agent asks of them: of the bits that of has, those in bits
+// are set and the others cleared. The rest stays as it was, so that each part of the agent sets its own. It wakes
+// the processes that wait. A process that the wake does not reach looks again within 200 ms.
 //
 // The bits are in the limit pages, so they outlive the agent. A Write keeps them in the pages that it
-// keeps; a page that it makes anew has none, so the caller repeats Control after that.
+// keeps; a page that it makes anew has none, so the caller repeats SetControl after that.
 //
 // The error wraps gpu.ErrNotFound if the allocation has no pages, and gpu.ErrInvalid if the key or a
 // bit is not valid. If one page is broken, the others have the bits all the same.
-func (p *Pages) Control(key string, bits uint64) error {
-	return p.SetControl(key, bits, ControlYield|ControlHold)
-}
-
-// SetControl is Control for some of the bits: of those that of has, the ones in bits are set and the
-// others cleared.
 func (p *Pages) SetControl(key string, bits, of uint64) error {
 	if (bits|of)&^(ControlYield|ControlHold) != 0 {
 		return fmt.Errorf("control allocation %q: bits %#x of %#x: %w", key, bits, of, gpu.ErrInvalid)
@@ -52,7 +46,7 @@ func (p *Pages) SetControl(key string, bits, of uint64) error {
 // Newcomers returns how many processes wait because of ControlHold, at most 64 for each GPU. The
 // kernel counts them, so it also holds for a GPU without a usage page. It does not count the
 // processes of a container with a kernel of its own; those are in Counters.Waits. Its errors are
-// those of Control.
+// those of SetControl.
 func (p *Pages) Newcomers(key string) (n int, err error) {
 	// A process that is woken finds the bit as it was, and waits again.
 	err = p.each(key, func(page mappedPage) { n += page.wake(atControl) })

@@ -39,7 +39,7 @@ func TestControl(t *testing.T) {
 		return page.load(atControl)
 	}
 	for _, bits := range []uint64{ControlHold, ControlHold | ControlYield, ControlYield, 0, ControlHold} {
-		if err := p.Control(aKey, bits); err != nil {
+		if err := p.SetControl(aKey, bits, ControlHold|ControlYield); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := p.Write(aKey, time.Second, limits); err != nil {
@@ -58,7 +58,7 @@ func TestControl(t *testing.T) {
 	if err := os.Truncate(paths[aGPU].Limit, 100); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Control(aKey, ControlYield); !errors.Is(err, gpu.ErrInvalid) {
+	if err := p.SetControl(aKey, ControlYield, ControlHold|ControlYield); !errors.Is(err, gpu.ErrInvalid) {
 		t.Errorf("a broken page: %v", err)
 	}
 	if got := says(paths[bGPU].Limit); got != ControlYield {
@@ -69,7 +69,7 @@ func TestControl(t *testing.T) {
 		bits uint64
 		want error
 	}{{"none", ControlHold, gpu.ErrNotFound}, {"../" + aKey, ControlHold, gpu.ErrInvalid}, {aKey, 4, gpu.ErrInvalid}, {aKey, 1 << 32, gpu.ErrInvalid}} {
-		if err := p.Control(c.key, c.bits); !errors.Is(err, c.want) {
+		if err := p.SetControl(c.key, c.bits, ControlHold|ControlYield); !errors.Is(err, c.want) {
 			t.Errorf("Control(%q, %#x): %v, want %v", c.key, c.bits, err, c.want)
 		}
 	}
@@ -85,7 +85,7 @@ func TestNewcomers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Control(aKey, ControlHold); err != nil {
+	if err := p.SetControl(aKey, ControlHold, ControlHold|ControlYield); err != nil {
 		t.Fatal(err)
 	}
 	if n, err := p.Newcomers(aKey); n != 0 || err != nil {
@@ -111,7 +111,7 @@ func TestNewcomers(t *testing.T) {
 			}
 		}
 	}
-	if err := p.Control(aKey, ControlYield); err != nil {
+	if err := p.SetControl(aKey, ControlYield, ControlHold|ControlYield); err != nil {
 		t.Fatal(err)
 	}
 	<-gone // without a wake it waits for ever
@@ -154,7 +154,7 @@ func TestControlled(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, bits := range []uint64{0, ControlHold, ControlYield, 0} {
-		if err := p.Control(aKey, bits); err != nil {
+		if err := p.SetControl(aKey, bits, ControlHold|ControlYield); err != nil {
 			t.Fatal(err)
 		}
 		if got, err := p.Controlled(aKey); got != bits || err != nil {
