@@ -289,17 +289,19 @@ func (r *usageReport) sums(c console) error {
 	heads := []string{
 		strings.ToUpper(r.by), "GRANTS",
 		"GPU-HOURS GRANTED", "USED", "GiB-HOURS GRANTED", "USED", "SM-HOURS", "TIER", "GiB-HOURS LENT", "COST",
+		"PARKS", "HOURS PARKED", "GiB-HOURS ON HOST",
 	}
 	if r.format == "csv" {
 		heads = []string{
 			"name", "grants",
 			"granted_gpu_hours", "used_gpu_hours", "granted_gib_hours", "used_gib_hours", "sm_hours",
-			"tier", "lent_gib_hours", "cost",
+			"tier", "lent_gib_hours", "cost", "parks", "parked_hours", "parked_gib_hours",
 		}
 	}
 	// For people, what no line has is left out.
 	tiers := slices.ContainsFunc(sums, func(s account.Sum) bool { return s.Tier == account.Spot })
-	columns := []bool{true, true, true, true, true, true, true, tiers, tiers, r.priced}
+	parks := slices.ContainsFunc(sums, func(s account.Sum) bool { return s.ParkedHours > 0 })
+	columns := []bool{true, true, true, true, true, true, true, tiers, tiers, r.priced, parks, parks, parks}
 	if r.format == "csv" {
 		columns = nil
 	}
@@ -311,6 +313,7 @@ func (r *usageReport) sums(c console) error {
 			r.hours(&s.GrantedGPUHours), r.hours(s.UsedGPUHours),
 			r.hours(&s.GrantedGiBHours), r.hours(s.UsedGiBHours), r.hours(s.SMHours),
 			s.Tier, r.hours(&s.LentGiBHours), r.hours(s.Cost),
+			strconv.Itoa(s.Parks), r.hours(&s.ParkedHours), r.hours(&s.ParkedGiBHours),
 		})
 	}
 	if columns != nil {

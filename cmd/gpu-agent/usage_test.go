@@ -91,7 +91,7 @@ func TestUsage(t *testing.T) {
 			t.Errorf("line %d: %q, want %q", i, got, want)
 		}
 	}
-	if got := usage("--until", "2026-03-01T19:00", "--since", "2026-03-01T11:30", "-o", "csv", "--by", "label=team"); got != "name,grants,granted_gpu_hours,used_gpu_hours,granted_gib_hours,used_gib_hours,sm_hours,tier,lent_gib_hours,cost\n,1,1.875,,150,,,guaranteed,0,\nx,1,1.75,0.25,140,10,,guaranteed,0,\n" {
+	if got := usage("--until", "2026-03-01T19:00", "--since", "2026-03-01T11:30", "-o", "csv", "--by", "label=team"); got != "name,grants,granted_gpu_hours,used_gpu_hours,granted_gib_hours,used_gib_hours,sm_hours,tier,lent_gib_hours,cost,parks,parked_hours,parked_gib_hours\n,1,1.875,,150,,,guaranteed,0,,0,0,0\nx,1,1.75,0.25,140,10,,guaranteed,0,,0,0,0\n" {
 		t.Errorf("by team: %q", got)
 	}
 	var sums []account.Sum

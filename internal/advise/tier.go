@@ -81,6 +81,9 @@ func (r *Recovery) Used(g *usage.Grant, h *usage.Held, from, to time.Time, more 
 	}
 }
 
+// Parked implements [usage.Observer]: a parked pod has no room on the GPU.
+func (r *Recovery) Parked(*usage.Grant, time.Time, time.Time, uint64) {}
+
 // Ended implements [usage.Observer].
 func (r *Recovery) Ended(g *usage.Grant) {
 	for i := range g.Held {

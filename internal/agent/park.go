@@ -176,7 +176,7 @@ func (p *parker) park(ctx context.Context, a *ledger.Allocation, c *node.Contain
 	case err == nil:
 		p.log.Info("parked a container of the spot tier: its memory is on the host", "allocation", a.ID, "pod", a.Holder.String(),
 			"processes", len(set.Processes), "bytes", set.Bytes, "after", took.Round(time.Millisecond).String())
-		if !p.ledger.SetParked(a.ID, a.Epoch) {
+		if !p.setParked(a) {
 			p.log.Warn("a parked container's allocation was renewed meanwhile", "allocation", a.ID) // run goes on with it
 		}
 		p.wake()
@@ -276,7 +276,7 @@ func (p *parker) goOn(ctx context.Context, a *ledger.Allocation, v *parkState, r
 		}
 	case park.Parked:
 		if a.Phase != ledger.Parked {
-			p.ledger.SetParked(a.ID, a.Epoch)
+			p.setParked(a)
 			p.wake()
 			return false
 		}
@@ -296,6 +296,16 @@ func (p *parker) goOn(ctx context.Context, a *ledger.Allocation, v *parkState, r
 	return true
 }
 
+// setParked tells the ledger that a container is parked, by the keeper's record. It reports false if its allocation was
+// given to another holder.
+func (p *parker) setParked(a *ledger.Allocation) bool {
+	sets := p.with.Keeper.Sets()
+	if i := slices.IndexFunc(sets, func(r park.Record) bool { return r.Key == a.ID }); i >= 0 {
+		return p.ledger.SetParked(a.ID, a.Epoch, sets[i].Bytes, sets[i].Parked)
+	}
+	return true // it has ended meanwhile
+}
+
 func (p *parker) background(id string, do func()) {
 	p.edit(id, func(v *parkState) { v.busy = true })
 	go func() {
@@ -312,7 +322,7 @@ func (p *parker) again(ctx context.Context, a *ledger.Allocation) {
 	case err != nil:
 		p.ration.Log(slog.LevelWarn, "cannot park a container again; it is tried again", []any{"allocation", a.ID}, "err", err)
 	default:
-		p.ledger.SetParked(a.ID, a.Epoch)
+		p.setParked(a)
 		p.wake()
 	}
 }
@@ -337,7 +347,7 @@ func (p *parker) restore(ctx context.Context, a *ledger.Allocation, r *park.Reco
 			"pod", a.Holder.String(), "err", err)
 	case errors.Is(err, park.ErrNoRoom):
 		outcome = "no room"
-		p.ledger.SetParked(a.ID, a.Epoch)
+		p.setParked(a)
 		p.ration.Log(slog.LevelWarn, "a GPU has no room for a parked container, although none is given out", []any{"allocation", a.ID}, "err", err)
 	default:
 		outcome = "failed"

@@ -16,6 +16,7 @@ import (
 	"example.com/gpu-agent/internal/ledger"
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/internal/park"
+	"example.com/gpu-agent/internal/status"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
@@ -112,6 +113,18 @@ func (b *bench) held() bool {
 	return b.caps.control[batch]&lib.ControlHold != 0
 }
 
+// holder is what the status says of a pod.
+func (b *bench) holder(pod string) status.Holder {
+	for _, g := range b.Status().GPUs {
+		for _, h := range g.Holders {
+			if h.Pod == pod {
+				return h
+			}
+		}
+	}
+	return status.Holder{}
+}
+
 func (b *bench) phaseOf(id string) ledger.Phase {
 	a, _ := b.ledger.Get(id)
 	return a.Phase
@@ -137,6 +150,9 @@ func TestSpotIsParked(t *testing.T) {
 			t.Errorf("told %q", e)
 		}
 		time.Sleep(time.Minute)
+		if h := b.holder("batch"); h.Parks == nil || h.Parks.Times != 1 || h.Parks.Since == nil || h.Parks.Seconds < 60 || h.Yield == nil || !h.Yield.Out {
+			t.Errorf("the status says %+v, yield %+v", h.Parks, h.Yield)
+		}
 		b.remove("api")
 		time.Sleep(restoreAfter - 2*time.Second)
 		equal(t, "before the room was free for a while", k.list(), []string{"park"})
@@ -151,6 +167,9 @@ func TestSpotIsParked(t *testing.T) {
 			t.Errorf("%s, newcomers held: %v", b.phaseOf(batch), b.held())
 		}
 		equal(t, "ended or evicted in the end", y.list(), nil)
+		if h := b.holder("batch"); h.Parks == nil || h.Parks.Times != 1 || h.Parks.Since != nil || h.Parks.Seconds < 120 || h.Yield != nil {
+			t.Errorf("the status says %+v, yield %+v", h.Parks, h.Yield)
+		}
 	})
 }
 

@@ -246,9 +246,15 @@ func (at *scene) holdersOf(u gpu.UUID) (out []status.Holder) {
 				h.Tier = c.Tier.Word()
 			}
 			if y := c.Yield; y.Asked() {
-				h.Waits, h.Yield = "", &status.Yield{Since: y.Since, By: y.Since.Add(at.grace), Out: y.Out}
+				h.Waits, h.Yield = "", &status.Yield{Since: y.Since, By: y.Since.Add(at.grace), Out: c.Out()}
 				if len(y.To) > 0 {
 					h.Yield.To = c.After
+				}
+			}
+			if p := c.Parks; p.Times > 0 {
+				h.Parks = &status.Parks{Times: p.Times, MiB: p.Bytes >> 20, Seconds: p.Total(time.Now()).Seconds()}
+				if c.Phase == ledger.Parked {
+					h.Parks.Since = &p.Since
 				}
 			}
 			for _, p := range c.Beside {

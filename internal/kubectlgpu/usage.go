@@ -101,6 +101,9 @@ func add(s, o *usage.Sum) {
 	s.GrantedGiBHours += o.GrantedGiBHours
 	s.LentGPUHours += o.LentGPUHours
 	s.LentGiBHours += o.LentGiBHours
+	s.Parks += o.Parks
+	s.ParkedHours += o.ParkedHours
+	s.ParkedGiBHours += o.ParkedGiBHours
 	for _, pair := range []struct{ to, from **float64 }{{&s.UsedGPUHours, &o.UsedGPUHours},
 		{&s.UsedGiBHours, &o.UsedGiBHours}, {&s.SMHours, &o.SMHours}} {
 		switch to, from := *pair.to, *pair.from; {
@@ -136,12 +139,19 @@ func (a *Account) Write(out io.Writer) error {
 		if tiers { // otherwise all lines are of one tier, and nothing is lent
 			rows[0] = append(rows[0], "TIER", "GiB-HOURS LENT")
 		}
+		parks := slices.ContainsFunc(a.Sums, func(s usage.Sum) bool { return s.ParkedHours > 0 })
+		if parks {
+			rows[0] = append(rows[0], "PARKS", "HOURS PARKED", "GiB-HOURS ON HOST")
+		}
 		for i := range a.Sums {
 			s := &a.Sums[i]
 			rows = append(rows, []string{s.Name, strconv.Itoa(s.Grants), hours(&s.GrantedGPUHours),
 				hours(s.UsedGPUHours), hours(&s.GrantedGiBHours), hours(s.UsedGiBHours), hours(s.SMHours)})
 			if tiers {
 				rows[len(rows)-1] = append(rows[len(rows)-1], s.Tier, hours(&s.LentGiBHours))
+			}
+			if parks {
+				rows[len(rows)-1] = append(rows[len(rows)-1], strconv.Itoa(s.Parks), hours(&s.ParkedHours), hours(&s.ParkedGiBHours))
 			}
 		}
 	}

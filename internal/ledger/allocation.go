@@ -51,6 +51,8 @@ type Allocation struct {
 	// can use the GPU. Recalled is when lending last ended; zero if it never has. See Ledger.SetLending.
 	Lending  bool
 	Recalled time.Time
+	// Parks is how often, and for how long, its container was parked. Only a spot allocation has any.
+	Parks Parks
 	// Resource is what was asked for, in the front-end's words: the name of an extended resource,
 	// or of the DRA driver.
 	Resource string

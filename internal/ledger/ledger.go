@@ -256,6 +256,8 @@ func (l *Ledger) moveLocked(a *allocation, to Phase) {
 		close(a.open)
 	case a.Phase == Open:
 		a.open, a.Asked = make(chan struct{}), time.Time{}
+	case a.Phase == Parked:
+		a.Parks.Until = l.now()
 	}
 	a.Phase = to
 }

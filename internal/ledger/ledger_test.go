@@ -406,7 +406,7 @@ func TestTransitions(t *testing.T) {
 		case 8:
 			l.Reinstate(id, a.Epoch)
 		case 9:
-			if l.SetParked(id, a.Epoch) && (a.Tier != Spot || a.Superseded) {
+			if l.SetParked(id, a.Epoch, 5, time.Unix(1e9, 0)) && (a.Tier != Spot || a.Superseded) {
 				t.Fatalf("%+v was parked", a)
 			}
 		case 10:

@@ -60,6 +60,41 @@ type Yield struct {
 	Out bool
 }
 
+// Parks is how often a container was parked, for how long, and what it had on GPUs then. The zero Parks is of one that
+// never was, as far as this process of the agent knows: it knows only the present park of an earlier process.
+type Parks struct {
+	// Times is how often it was parked.
+	Times int
+	// Bytes is what was moved to the host by the last park.
+	Bytes uint64
+	// Since and Until are the time of the last park; Until is zero while it lasts. Earlier is how long those before
+	// it took together.
+	Since, Until time.Time
+	Earlier      time.Duration
+}
+
+// Total returns for how long the container was parked until now, all times together.
+func (p *Parks) Total(now time.Time) time.Duration {
+	if p.Times == 0 {
+		return 0
+	}
+	until := p.Until
+	if until.IsZero() {
+		until = now
+	}
+	return p.Earlier + max(0, until.Sub(p.Since))
+}
+
+// begin notes a park, or that the last one goes on: its restore had no room.
+func (p *Parks) begin(bytes uint64, since time.Time) {
+	if p.Times == 0 || !p.Since.Equal(since) {
+		p.Earlier = p.Total(since)
+		p.Times++
+		p.Since = since
+	}
+	p.Bytes, p.Until = bytes, time.Time{}
+}
+
 // Asked reports whether there is a reason to give the room back.
 func (y *Yield) Asked() bool { return len(y.To) > 0 || y.Layout }
 
@@ -236,12 +271,13 @@ func (l *Ledger) SetOut(id string, epoch uint64) {
 	})
 }
 
-// SetParked reports that no process of a spot allocation has memory on a GPU, while its container runs. No
-// container starts with it from then on. It reports false, and does nothing, if the allocation has another epoch
+// SetParked reports that no process of a spot allocation has memory on a GPU since a time, while its container runs, and
+// how many bytes of it were moved to the host. No container starts with it from then on. It reports false, and does nothing, if the allocation has another epoch
 // by now or is superseded.
-func (l *Ledger) SetParked(id string, epoch uint64) (parked bool) {
+func (l *Ledger) SetParked(id string, epoch uint64, bytes uint64, since time.Time) (parked bool) {
 	l.edit(id, func(a *allocation) {
 		if a.Epoch == epoch && a.Tier == Spot && !a.Superseded {
+			a.Parks.begin(bytes, since)
 			l.moveLocked(a, Parked)
 			l.version++
 			parked = true

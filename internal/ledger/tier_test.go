@@ -122,7 +122,7 @@ func TestSpotIsRefusedOverGuaranteed(t *testing.T) {
 // A parked allocation has given its room back, and has it again only when no guaranteed one wants it. Then it is in
 // the way of the next one, until it is parked again.
 func TestParked(t *testing.T) {
-	l := newLedger()
+	l, now := newLedger(), time.Unix(1e9, 0)
 	s, err := l.Take(spotOf("s", unitsOf("GPU-a", 0, 1)))
 	if err != nil {
 		t.Fatal(err)
@@ -131,10 +131,10 @@ func TestParked(t *testing.T) {
 	if _, err := l.Take(guaranteedOf("g", unitsOf("GPU-a", 1))); err != nil {
 		t.Fatal(err)
 	}
-	if l.SetParked("s", s.Epoch+1) || l.SetParked("g", getOf(l, "g").Epoch) || l.SetParked("none", 1) {
+	if l.SetParked("s", s.Epoch+1, 5, now) || l.SetParked("g", getOf(l, "g").Epoch, 5, now) || l.SetParked("none", 1, 5, now) {
 		t.Error("an older, a guaranteed or an unknown allocation is parked")
 	}
-	if !l.SetParked("s", s.Epoch) || !getOf(l, "s").Out() || getOf(l, "s").Yielding() || getOf(l, "s").Phase != Parked {
+	if !l.SetParked("s", s.Epoch, 5, now) || !getOf(l, "s").Out() || getOf(l, "s").Yielding() || getOf(l, "s").Phase != Parked {
 		t.Fatalf("%+v", getOf(l, "s"))
 	}
 	l.Looked("s", s.Epoch, "", "")
@@ -164,7 +164,7 @@ func TestParked(t *testing.T) {
 		t.Errorf("%v: while it is restored, the next one waits: %+v", err, getOf(l, "s"))
 	}
 	// Where the layout changes, it does not find its room again: it has to end.
-	if l.SetParked("s", s.Epoch); !getOf(l, "s").Out() {
+	if l.SetParked("s", s.Epoch, 5, now); !getOf(l, "s").Out() {
 		t.Errorf("%+v", getOf(l, "s"))
 	}
 	if l.SetLayoutYields(map[string]bool{"s": true}); !getOf(l, "s").Yielding() {
@@ -176,6 +176,42 @@ func TestParked(t *testing.T) {
 	if l.EndParked("s", s.Epoch); getOf(l, "s").Phase != Waiting {
 		t.Errorf("its container has ended: %+v", getOf(l, "s"))
 	}
+}
+
+// The ledger knows how often, and for how long, an allocation was parked. A restore that finds no room is part of the same
+// park.
+func TestHowLongParked(t *testing.T) {
+	at := time.Unix(1e9, 0)
+	l := New(func() {}, func() time.Time { return at })
+	pass := func() { at = at.Add(time.Minute) }
+	s, err := l.Take(spotOf("s", unitsOf("GPU-a", 0)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	is := func(what string, times int, total time.Duration, bytes uint64) {
+		t.Helper()
+		if p := getOf(l, "s").Parks; p.Times != times || p.Total(at) != total || p.Bytes != bytes {
+			t.Errorf("%s: %+v, %v in all; want %d times, %v", what, p, p.Total(at), times, total)
+		}
+	}
+	is("never", 0, 0, 0)
+	first := at
+	pass()
+	l.SetParked("s", s.Epoch, 5, first) // an earlier process has parked it
+	is("parked", 1, time.Minute, 5)
+	l.Unpark("s", s.Epoch)
+	is("restored", 1, time.Minute, 5)
+	pass()
+	l.SetParked("s", s.Epoch, 5, first)
+	is("without room", 1, 2*time.Minute, 5)
+	l.Unpark("s", s.Epoch)
+	pass()
+	l.SetParked("s", s.Epoch, 7, at)
+	is("again", 2, 2*time.Minute, 7)
+	pass()
+	l.EndParked("s", s.Epoch)
+	pass()
+	is("ended", 2, 3*time.Minute, 7)
 }
 
 // A change of a GPU's layout makes spot allocations yield, and no other. When it is called off, they go on.

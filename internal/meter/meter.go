@@ -393,6 +393,13 @@ func (m *Meter) meet(a *ledger.Allocation, inv *gpu.Inventory, at time.Time, see
 		}
 		m.add(&r)
 	}
+	if parked := a.Phase == ledger.Parked; parked != !g.Parked.IsZero() {
+		r := usage.Record{Time: at, Event: usage.Unparked, Grant: g.Number}
+		if parked {
+			r.Event, r.MiB = usage.Parked, a.Parks.Bytes>>20
+		}
+		m.add(&r)
+	}
 	if h.Pod != "" && !g.Same(&h) && (h.Container != "" || g.Container == "") {
 		h.Labels = g.Labels
 		m.add(&usage.Record{Time: at, Event: usage.Named, Grant: g.Number, Holder: h})
@@ -490,9 +497,14 @@ func (m *Meter) addUse(g *usage.Grant, piece int, seen []status.Container, at ti
 	if i >= 0 { // otherwise it has ended: use what was seen last
 		u.mib, u.busy = *seen[i].UsedMiB, *seen[i].UsedMiB > 0 || seen[i].Processes > 0
 	}
+	if !g.Parked.IsZero() { // the driver may list its processes all the same
+		u.mib, u.busy = 0, false
+	}
 	u.MiBMs += u.mib * ms
 	if u.busy {
 		u.BusyMs, u.Idle = u.BusyMs+ms, time.Time{}
+	} else if !g.Parked.IsZero() {
+		u.Idle = time.Time{} // its processes are there, and wait for its room
 	} else if u.Idle.IsZero() {
 		u.Idle = from.UTC().Truncate(time.Second)
 	}

@@ -267,6 +267,43 @@ func TestTiersAreCounted(t *testing.T) {
 	}
 }
 
+// A parked container's time is not used time, and it is not idle, also if the driver lists its processes.
+func TestParkedIsNotUsed(t *testing.T) {
+	n := newNode(t)
+	s := record("GPU-0", 0, 39)
+	s.Tier = ledger.Spot
+	n.take("s", s, "batch")
+	n.uses("s", "GPU-0", 1000)
+	n.turn(true)
+	n.pass(10 * time.Second)
+	n.turn(true)
+	a, _ := n.ledger.Get("s")
+	if !n.ledger.SetParked("s", a.Epoch, 1000<<20, n.now) {
+		t.Fatal("not parked")
+	}
+	n.turn(false)
+	n.pass(3 * time.Hour)
+	n.turn(true)
+	if s, _ := n.series("batch"); s.UsedMiB != 1000*10 || s.UsedGPU != .5*10 {
+		t.Errorf("while it is parked it has used %+v", s)
+	}
+	if g := n.meter.book.Of("s"); g.ParkedMiB != 1000 || g.Parked.IsZero() {
+		t.Errorf("parked since %v with %d MiB", g.Parked, g.ParkedMiB)
+	}
+	for _, c := range n.meter.Conditions() {
+		t.Errorf("while it is parked: %s", c.Message)
+	}
+	if !n.ledger.Unpark("s", a.Epoch) {
+		t.Fatal("not restored")
+	}
+	n.turn(false)
+	n.pass(10 * time.Second)
+	n.turn(true)
+	if s, _ := n.series("batch"); s.UsedMiB != 1000*20 || s.UsedGPU != .5*20 {
+		t.Errorf("afterwards it has used %+v", s)
+	}
+}
+
 // What is seen of an allocation's ID once two holders of it have ended is the last one's.
 func TestTwoHoldersEndBeforeALook(t *testing.T) {
 	n := newNode(t)

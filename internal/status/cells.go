@@ -85,7 +85,7 @@ func (p *printer) placements(devices []tenant) {
 			reasons[i] = join("; ", reasons[i], "shared with "+d.Beside)
 		}
 		reasons[i] = join("; ", reasons[i], d.Kept)
-		reasons[i] = join("; ", reasons[i], d.Yields)
+		reasons[i] = join("; ", reasons[i], d.Yields, d.Parked)
 		if d.Waits != "" {
 			reasons[i] = join("; ", reasons[i], "waits for the end of "+d.Waits)
 		}

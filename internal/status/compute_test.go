@@ -19,10 +19,10 @@ func throughMPS() Status {
 		GPUs: []GPU{
 			{UUID: "GPU-0", Model: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Mode: Shared, Compute: "mps, factor 2, max 80 %", Resource: "example.com/gpu-mem", UnitMiB: 1024,
 				Total: 79, Used: 28, Free: 51, Health: Healthy, Holders: []Holder{
-					{"dev", "held", "main", "example.com/gpu-mem", false, 20, nil, "", nil, false, "", nil, "", ""},
-					{"dev", "loose", "main", "example.com/gpu-mem", false, 8, nil, "", nil, false, "", nil, "", ""}}},
+					{"dev", "held", "main", "example.com/gpu-mem", false, 20, nil, "", nil, false, "", nil, nil, "", ""},
+					{"dev", "loose", "main", "example.com/gpu-mem", false, 8, nil, "", nil, false, "", nil, nil, "", ""}}},
 			{Index: 1, UUID: "GPU-1", Model: "NVIDIA H100 80GB HBM3", MemoryMiB: 81559, Mode: Shared, Resource: "example.com/gpu-mem", UnitMiB: 1024, Total: 79, Used: 1, Free: 78, Health: Healthy,
-				Holders: []Holder{{"dev", "turns", "main", "example.com/gpu-mem", false, 1, nil, "", nil, false, "", nil, "", ""}}},
+				Holders: []Holder{{"dev", "turns", "main", "example.com/gpu-mem", false, 1, nil, "", nil, false, "", nil, nil, "", ""}}},
 		},
 		Containers: []Container{
 			{Namespace: "dev", Pod: "held", Container: "main", GPU: "GPU-0", CapMiB: mib(20480), UsedMiB: mib(1024), Guarantee: "api", ComputePercent: 51, Compute: &compute.Held{Guarantee: compute.Ceiling, Ceiling: 51}},

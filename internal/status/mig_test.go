@@ -63,10 +63,10 @@ func cards() Status {
 	u := uuid(0)
 	s.GPUs = append(s.GPUs, GPU{Index: 0, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
 		Holders: []Holder{
-			{"dev", "notebook-1", "jupyter", "example.com/mig-1g.10gb", true, 1, ago(3 * time.Hour), "", nil, true, "", nil, "", ""},
-			{"train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main", "example.com/mig-3g.40gb", true, 1, ago(time.Second), "train/train-7", nil, false, "", nil, "", ""},
-			{"", "", "", "example.com/mig-2g.20gb", true, 1, ago(0), "", nil, false, "", nil, "", ""},
-			{"dev", "old", "main", "example.com/gpu", false, 1, ago(72 * time.Hour), "", nil, false, "", nil, "", ""},
+			{"dev", "notebook-1", "jupyter", "example.com/mig-1g.10gb", true, 1, ago(3 * time.Hour), "", nil, true, "", nil, nil, "", ""},
+			{"train", "train-8-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "main", "example.com/mig-3g.40gb", true, 1, ago(time.Second), "train/train-7", nil, false, "", nil, nil, "", ""},
+			{"", "", "", "example.com/mig-2g.20gb", true, 1, ago(0), "", nil, false, "", nil, nil, "", ""},
+			{"dev", "old", "main", "example.com/gpu", false, 1, ago(72 * time.Hour), "", nil, false, "", nil, nil, "", ""},
 		},
 		MIG: &MIG{Enabled: true, OnDemand: true, Size: 8, Work: "create 3g.40gb@4 since 2026-03-01T11:59:59Z", Placements: []Placement{
 			placement(u, "1g.10gb@0", 1, PlacementHeld, held(13, "dev", "notebook-1", "jupyter")),
@@ -83,7 +83,7 @@ func cards() Status {
 	u = uuid(1)
 	busy := GPU{Index: 1, UUID: u, Model: "NVIDIA A100-SXM4-80GB", MemoryMiB: 81920, Mode: "mig", Health: Healthy,
 		Blocked: "train/train-3 holds 1g.10gb@5",
-		Holders: []Holder{{"train", "train-3", "main", "example.com/mig-1g.10gb", true, 1, ago(50 * time.Hour), "", []string{"train/train-4"}, false, "", nil, "", ""}},
+		Holders: []Holder{{"train", "train-3", "main", "example.com/mig-1g.10gb", true, 1, ago(50 * time.Hour), "", []string{"train/train-4"}, false, "", nil, nil, "", ""}},
 		MIG:     &MIG{Enabled: true, Size: 8}}
 	for i := range 7 {
 		now := stands(7 + i)

@@ -352,6 +352,7 @@ func (m *markup) who(t *tenant) {
 	m.given(` <span class="small">shared with {}</span>`, t.Beside)
 	m.given(` <span class="small">{}</span>`, t.Kept)
 	m.given(` <span class="small warn">{}</span>`, t.Yields)
+	m.given(` <span class="small">{}</span>`, t.Parked)
 	m.given(` <span class="small warn">waits for the end of {}</span>`, t.Waits)
 }
 

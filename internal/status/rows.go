@@ -137,6 +137,7 @@ type tenant struct {
 	Beside     string  // the pods that share it
 	Kept       string  // why it is held though nothing uses it, its tier unless that is guaranteed, and whether it is lent
 	Yields     string  // to whom it gives its room back, and by when
+	Parked     string  // for how long it was parked, how often, and how much it had on GPUs
 	Memory     *memory // nil if the watchdog has not seen the container, or another line has it
 }
 
@@ -166,6 +167,9 @@ func (h *Holder) yields(now time.Time) string {
 	if y.To == "" {
 		to = "back, since the GPU's layout changes"
 	}
+	if y.Out && h.Parks != nil && h.Parks.Since != nil {
+		return "has given its room " + to + "; it goes on when its room is free"
+	}
 	if y.Out {
 		return "has given its room " + to + "; it starts again when its room is free"
 	}
@@ -173,6 +177,29 @@ func (h *Holder) yields(now time.Time) string {
 		return "gives its room " + to
 	}
 	return "gives its room " + to + ", within " + age(y.By.Sub(now))
+}
+
+// parked returns whether a holder is parked, for how long and how often it was, and how much it had on GPUs; it is empty if
+// it never was.
+func (h *Holder) parked(now time.Time) string {
+	p := h.Parks
+	if p == nil {
+		return ""
+	}
+	total, size := age(time.Duration(p.Seconds*float64(time.Second))), gib(&p.MiB)+" GiB"
+	times := fmt.Sprintf("%d times", p.Times)
+	if p.Times == 1 {
+		times = "once"
+	}
+	switch {
+	case p.Since == nil:
+		return fmt.Sprintf("was parked %s, for %s in all, with %s the last time", times, total, size)
+	case now.IsZero():
+		return fmt.Sprintf("is parked, with %s on the host", size)
+	case p.Times == 1:
+		return fmt.Sprintf("is parked for %s, with %s on the host", age(now.Sub(*p.Since)), size)
+	}
+	return fmt.Sprintf("is parked for %s, with %s on the host; %s so far, for %s in all", age(now.Sub(*p.Since)), size, times, total)
 }
 
 // tenants joins the holders of a GPU with what the watchdog knows about their memory.
@@ -201,7 +228,7 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 			d.Name, d.Memory = who(p.Namespace, p.Pod, p.Container), take(p.Namespace, p.Pod, p.Container)
 			if h := g.holder(p); h != nil {
 				d.Age, d.Waits = since(h.Since, now), h.Waits
-				d.Beside, d.Kept, d.Yields = brief.List(h.Beside, mostBeside), h.kept(), h.yields(now)
+				d.Beside, d.Kept, d.Yields, d.Parked = brief.List(h.Beside, mostBeside), h.kept(), h.yields(now), h.parked(now)
 			}
 		}
 		devices = append(devices, d)
@@ -209,7 +236,7 @@ func (s *Status) tenants(g *GPU, now time.Time) (devices, others []tenant) {
 	for _, h := range g.Others() {
 		others = append(others, tenant{
 			Name: who(h.Namespace, h.Pod, h.Container), Holds: h.holds(g), Age: since(h.Since, now), Waits: h.Waits,
-			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Yields: h.yields(now), Memory: take(h.Namespace, h.Pod, h.Container),
+			Beside: brief.List(h.Beside, mostBeside), Kept: h.kept(), Yields: h.yields(now), Parked: h.parked(now), Memory: take(h.Namespace, h.Pod, h.Container),
 		})
 	}
 	for _, c := range containers {

@@ -281,6 +281,9 @@ type Holder struct {
 	// empty. Yield is why and by when it does so now; nil if its room is not wanted.
 	Tier  string `json:"tier,omitempty"`
 	Yield *Yield `json:"yield,omitempty"`
+	// Parks is how often, and for how long, the holder's container was parked since the agent started; nil if it
+	// never was.
+	Parks *Parks `json:"parks,omitempty"`
 	// Lending is whether the holder's idle room is lent to spot pods, or why it is not, in words for
 	// people. It is empty if there is nothing to say.
 	Lending string `json:"lending,omitempty"`
@@ -298,6 +301,18 @@ type Yield struct {
 	By    time.Time `json:"by"`
 	// Out is true if it has given its room back. It starts again when its room is not wanted any longer.
 	Out bool `json:"out,omitempty"`
+}
+
+// Parks is how often a container's GPU memory was moved to the host, and for how long.
+type Parks struct {
+	// Times counts the parks, with the present one.
+	Times int `json:"times"`
+	// Since is when the present park began; nil if its processes run.
+	Since *time.Time `json:"since,omitempty"`
+	// MiB is what was moved to the host by the last park.
+	MiB uint64 `json:"mib"`
+	// Seconds is for how long it was parked, all times together.
+	Seconds float64 `json:"seconds"`
 }
 
 // Container is a container's memory on one GPU. A container that holds two GPUs is

@@ -46,9 +46,9 @@ func sample() Status {
 			{Index: 0, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440000", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", Compute: "mps", UnitMiB: 1024, Total: 79, Used: 48, Free: 31, Health: Healthy,
 				Holders: []Holder{
-					{"train", "job-1", "main", "example.com/gpu-mem", false, 24, ago(3 * time.Hour), "", nil, false, "", nil, "", ""},
-					{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "example.com/gpu-mem", false, 8, ago(5 * time.Second), "", []string{"train/job-2-b", "train/job-2-c"}, false, "", nil, "", ""},
-					{"", "", "", "example.com/gpu-mem", false, 16, ago(time.Second), "train/job-0", nil, false, "", nil, "", ""},
+					{"train", "job-1", "main", "example.com/gpu-mem", false, 24, ago(3 * time.Hour), "", nil, false, "", nil, nil, "", ""},
+					{"train", "job-2-with-a-long-name-from-a-controller-7c6f8d5b9-x2k4p", "a-container", "example.com/gpu-mem", false, 8, ago(5 * time.Second), "", []string{"train/job-2-b", "train/job-2-c"}, false, "", nil, nil, "", ""},
+					{"", "", "", "example.com/gpu-mem", false, 16, ago(time.Second), "train/job-0", nil, false, "", nil, nil, "", ""},
 				}},
 			{Index: 1, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440001", Model: h100, MemoryMiB: 81559, Mode: "whole",
 				Resource: "example.com/gpu", Total: 1, Unhealthy: 1, Health: "unhealthy", Reason: "Xid 79: GPU has fallen off the bus",
@@ -56,13 +56,13 @@ func sample() Status {
 			{Index: 2, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440002", Model: h100, MemoryMiB: 81559, Mode: "whole",
 				Resource: "example.com/gpu", Total: 1, Free: 0, Unhealthy: 1, Health: Healthy,
 				Blocked: "train/train-3 holds 40 units of gpu-mem",
-				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", false, 40, ago(50 * time.Hour), "", nil, false, "", nil, "", ""}}},
+				Holders: []Holder{{"train", "train-3", "main", "example.com/gpu-mem", false, 40, ago(50 * time.Hour), "", nil, false, "", nil, nil, "", ""}}},
 			{Index: 3, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440003", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu.shared", Total: 4, Used: 1, Free: 2, Unhealthy: 1, Health: Healthy, Intruders: 1, NoPod: 2, Unlisted: 3,
-				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", false, 1, nil, "", nil, true, "", nil, "", ""}}},
+				Holders: []Holder{{"dev", "notebook", "jupyter", "example.com/gpu.shared", false, 1, nil, "", nil, true, "", nil, nil, "", ""}}},
 			{Index: 4, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440004", Model: h100, MemoryMiB: 81559, Mode: "shared",
 				Resource: "example.com/gpu-mem", UnitMiB: 512, Total: 158, Used: 158, Health: Healthy,
-				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", false, 158, ago(7 * time.Minute), "", nil, false, "", nil, "", ""}}},
+				Holders: []Holder{{"dev", "big", "main", "example.com/gpu-mem", false, 158, ago(7 * time.Minute), "", nil, false, "", nil, nil, "", ""}}},
 			{Index: 15, UUID: "GPU-5e0f8c1a-0000-1111-2222-333344440015", MemoryMiB: 24576, Mode: "off", Health: Healthy},
 		},
 		Watchdog: Watchdog{State: WatchdogRunning, Kills: 2, Intruders: 1, Detached: 5, Undetached: 1},
@@ -231,6 +231,41 @@ func TestTierOfAHolder(t *testing.T) {
 		}
 		if text := text.String(); !strings.Contains(text, "2 gpu-mem.spot") || !strings.Contains(text, "in the spot tier\n") || !strings.Contains(text, c.want+"\n") {
 			t.Errorf("%s: want %q in\n%s", c.name, c.want, text)
+		}
+	}
+}
+
+// A holder that is or was parked is shown with how long, how much and how often.
+func TestParkedHolder(t *testing.T) {
+	now := time.Unix(1e9, 0)
+	since := now.Add(-5 * time.Minute)
+	given := &Yield{To: "prod/api", Out: true}
+	for _, c := range []struct {
+		name  string
+		parks *Parks
+		yield *Yield
+		want  string
+	}{
+		{"never", nil, nil, "in the spot tier\n"},
+		{"now", &Parks{Times: 1, Since: &since, MiB: 24 << 10, Seconds: 300}, given,
+			"has given its room to prod/api; it goes on when its room is free\n         is parked for 5m, with 24.0 GiB on the host\n"},
+		{"again", &Parks{Times: 3, Since: &since, MiB: 24 << 10, Seconds: 7260}, given,
+			"is parked for 5m, with 24.0 GiB on the host; 3 times so far, for 2h in all\n"},
+		{"before", &Parks{Times: 2, MiB: 1536, Seconds: 90}, nil, "was parked 2 times, for 1m in all, with 1.5 GiB the last time\n"},
+		{"once before", &Parks{Times: 1, MiB: 1536, Seconds: 59}, nil, "was parked once, for 59s in all, with 1.5 GiB the last time\n"},
+	} {
+		h := Holder{Namespace: "ns", Pod: "batch", Container: "c", Resource: "example.com/gpu-mem.spot", Units: 2, Tier: "spot",
+			Parks: c.parks, Yield: c.yield}
+		s := Status{GPUs: []GPU{{UUID: "GPU-1", Mode: Shared, Resource: "example.com/gpu-mem", UnitMiB: 1024, Total: 8, Holders: []Holder{h}}}}
+		var text strings.Builder
+		if err := WriteText(&text, s, TextOptions{Width: 200, Now: now}); err != nil {
+			t.Fatal(err)
+		}
+		if got := text.String(); !strings.Contains(got, c.want) || strings.Contains(got, "parked") != (c.parks != nil) {
+			t.Errorf("%s: want %q in\n%s", c.name, c.want, got)
+		}
+		if page := htmlOf(t, s); strings.Contains(page, "parked") != (c.parks != nil) {
+			t.Errorf("%s: the page has\n%s", c.name, page)
 		}
 	}
 }

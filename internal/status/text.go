@@ -440,6 +440,9 @@ func (p *printer) holders(list []tenant) {
 		if y := list[i].Yields; y != "" {
 			p.wrapped(indent+"  ", yellow, y)
 		}
+		if k := list[i].Parked; k != "" {
+			p.wrapped(indent+"  ", faint, k)
+		}
 		if w := list[i].Waits; w != "" {
 			p.wrapped(indent+"  ", yellow, "waits for the end of "+w)
 		}

@@ -41,6 +41,8 @@ type Observer interface {
 	Granted(g *Grant, h *Held, from, to time.Time, part, lent float64)
 	Used(g *Grant, h *Held, from, to time.Time, more Use)
 	Ended(g *Grant)
+	// Parked is called when a grant was parked from one time to another, with mib on the host.
+	Parked(g *Grant, from, to time.Time, mib uint64)
 }
 
 // Grant is an allocation from its taking to its release.
@@ -54,8 +56,12 @@ type Grant struct {
 	Adopted    bool            `json:"adopted,omitempty"`
 	Holder
 	// Yields is true while a spot grant gives its room back, or has given it back.
-	Yields bool      `json:"yields,omitempty"`
-	Since  time.Time `json:"since"`
+	Yields bool `json:"yields,omitempty"`
+	// Parked is the time since which its memory is on the host, and ParkedMiB how much that is; zero if its
+	// processes run.
+	Parked    time.Time `json:"parked,omitzero"`
+	ParkedMiB uint64    `json:"parkedMiB,omitempty"`
+	Since     time.Time `json:"since"`
 	// Until is the time of the release; zero before that.
 	Until time.Time `json:"until,omitzero"`
 	Held  []Held    `json:"pieces"`
@@ -201,6 +207,13 @@ func (b *Book) Apply(r *Record) {
 			g.Yields = r.Event == Yielded
 			b.share(g, r.Time)
 		}
+	case Parked, Unparked:
+		if g := b.open[r.Grant]; g != nil && g.Tier == ledger.Spot {
+			b.unpark(g, r.Time)
+			if r.Event == Parked {
+				g.Parked, g.ParkedMiB = r.Time, r.MiB
+			}
+		}
 	case Used:
 		b.use(r)
 	case Released:
@@ -278,6 +291,14 @@ func (b *Book) share(changed *Grant, at time.Time) {
 	}
 }
 
+// unpark ends the park of a grant, if it is parked.
+func (b *Book) unpark(g *Grant, at time.Time) {
+	if !g.Parked.IsZero() && b.observer != nil {
+		b.observer.Parked(g, g.Parked, at, g.ParkedMiB)
+	}
+	g.Parked, g.ParkedMiB = time.Time{}, 0
+}
+
 // settle adds what was charged since h.From to the piece's total. h.From becomes at.
 func (b *Book) settle(g *Grant, h *Held, at time.Time) {
 	from := h.from(g)
@@ -351,6 +372,7 @@ func firstSet(t, other time.Time) time.Time {
 
 // end ends a grant.
 func (b *Book) end(g *Grant, at time.Time) {
+	b.unpark(g, at)
 	for i := range g.Held {
 		b.settle(g, &g.Held[i], at)
 	}
@@ -432,6 +454,10 @@ func (b *Book) adopt(r *Record) {
 			continue
 		}
 		old.Holder = g.Holder
+		if !old.Parked.Equal(g.Parked) {
+			b.unpark(old, r.Time)
+			old.Parked, old.ParkedMiB = g.Parked, g.ParkedMiB
+		}
 		var used []Use
 		for i := range g.Held {
 			if u := g.Held[i].Use; u != nil {

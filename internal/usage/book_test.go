@@ -228,6 +228,47 @@ func TestTiers(t *testing.T) {
 	}
 }
 
+// Parked time is counted apart: how long, how much and how often. A journal that is cut at any record, or begins anew there,
+// gives the same.
+func TestParkedTime(t *testing.T) {
+	at := func(s int) time.Time { return noon.Add(time.Duration(s) * time.Second) }
+	records := []*Record{
+		inSpot(granted(1, "s", at(0), units(0, 39))), named(1, at(0), "night", "main"),
+		granted(2, "g", at(5), units(40, 79)), named(2, at(5), "web", "main"),
+		{Time: at(6), Event: Parked, Grant: 2, MiB: 1024}, // a guaranteed grant is never parked
+		{Time: at(10), Event: Parked, Grant: 1, MiB: 2048}, {Time: at(30), Event: Unparked, Grant: 1},
+		{Time: at(40), Event: Parked, Grant: 1, MiB: 4096}, {Time: at(60), Event: Released, Grant: 1},
+		inSpot(granted(3, "t", at(60), units(0, 39))), named(3, at(60), "night", "main"),
+		{Time: at(90), Event: Parked, Grant: 3, MiB: 1024},
+	}
+	for cut := range records {
+		for _, test := range []struct {
+			from, to       int
+			parks          int
+			seconds, space float64 // space in GiB times seconds
+		}{{0, 100, 3, 20 + 20 + 10, 2*20 + 4*20 + 10}, {20, 50, 1, 10 + 10, 2*10 + 4*10}, {31, 39, 0, 0, 0}} {
+			report := NewReport(at(test.from), at(test.to), func(g *Grant) string { return g.Namespace })
+			b := NewBook(report)
+			for i, r := range records {
+				if b.Apply(r); i == cut {
+					b.Apply(Parse(lineOf(t, &Record{Time: r.Time, Event: Began, Book: b.State(r.Time)})))
+				}
+			}
+			for _, s := range report.Sum(b) {
+				if s.Tier == Guaranteed {
+					if s.Parks != 0 || s.ParkedHours != 0 {
+						t.Errorf("guaranteed: %+v", s)
+					}
+					continue
+				}
+				if s.Parks != test.parks || math.Abs(s.ParkedHours*3600-test.seconds) > 1e-6 || math.Abs(s.ParkedGiBHours*3600-test.space) > 1e-6 {
+					t.Errorf("cut at %d, %d to %d: %d parks, %v s, %v GiB s, want %+v", cut, test.from, test.to, s.Parks, s.ParkedHours*3600, s.ParkedGiBHours*3600, test)
+				}
+			}
+		}
+	}
+}
+
 // What is given to somebody else before it is released is charged to that one: nobody is
 // charged for more than there is.
 func TestOverlap(t *testing.T) {

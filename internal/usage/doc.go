@@ -22,6 +22,7 @@
 //	  "labels":{"team":"x"}}
 //	{"time":"…","event":"used","used":[{"grant":7,"gpu":3,"mibMs":…,"busyMs":…,"smMs":…,"idle":"…"}]}
 //	{"time":"…","event":"yielded","grant":7}          a spot grant gives its room back; "restored" has it again
+//	{"time":"…","event":"parked","grant":7,"mib":24576}  its memory is on the host; until "unparked", or the release
 //	{"time":"…","event":"released","grant":7,"used":[…]}
 //	{"time":"…","event":"refused","resource":"…","count":24,"gpu":"GPU-…","reason":"NotOneGPU","message":"…"}
 //	{"time":"…","event":"cut","op":"create","gpu":"GPU-…","index":3,"placement":"3g.40gb@4"}
@@ -60,7 +61,8 @@
 // guaranteed grant over the room of spot grants takes their charge over until it ends, and a spot grant that gives its
 // room back is charged nothing until it has the room again. A spot grant over the room of
 // an older guaranteed one, which is lent, takes nothing of its charge: the room is then counted as lent as well. A
-// parked process has no memory on the GPU, so its time is granted, and not used.
+// parked process has no memory on the GPU. So its time is not used, and it is granted only while its room is its own;
+// the time and what is on the host are summed apart.
 //
 // Several pods can share one claim. They are charged together, to the container that had it
 // first. When that has ended, they are charged to the next.

@@ -28,6 +28,8 @@ const (
 	Used      Event = "used"
 	Yielded   Event = "yielded"
 	Restored  Event = "restored"
+	Parked    Event = "parked"
+	Unparked  Event = "unparked"
 	Released  Event = "released"
 	Refused   Event = "refused"
 	Cut       Event = "cut"
@@ -69,7 +71,9 @@ type Record struct {
 	Of     Event     `json:"of,omitempty"`
 	Before time.Time `json:"before,omitzero"`
 	Used   []Use     `json:"used,omitempty"`
-	Book   *State    `json:"book,omitempty"`
+	// MiB is what was moved to the host, for "parked".
+	MiB  uint64 `json:"mib,omitempty"`
+	Book *State `json:"book,omitempty"`
 }
 
 // Holder is the container that a grant belongs to. All fields are empty while it is not known.

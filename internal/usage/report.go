@@ -61,6 +61,11 @@ type Sum struct {
 	LentGPUHours float64  `json:"lentGPUHours"`
 	LentGiBHours float64  `json:"lentGiBHours"`
 	SMHours      *float64 `json:"smHours"`
+	// Parks is how often containers were parked, ParkedHours how many hours they were, and ParkedGiBHours what
+	// they had on the host, times hours.
+	Parks          int     `json:"parks,omitempty"`
+	ParkedHours    float64 `json:"parkedHours,omitempty"`
+	ParkedGiBHours float64 `json:"parkedGiBHours,omitempty"`
 	// Cost is GrantedGPUHours at a price; nil if there is none. Price fills it in.
 	Cost *float64 `json:"cost,omitempty"`
 
@@ -118,6 +123,18 @@ func (r *Report) Used(g *Grant, h *Held, from, to time.Time, more Use) {
 	r.sum(g).amounts.Add(a)
 }
 
+// Parked implements [Observer].
+func (r *Report) Parked(g *Grant, from, to time.Time, mib uint64) {
+	if of, _ := r.within(from, to); of > 0 {
+		s := r.sum(g)
+		s.ParkedHours += of.Hours()
+		s.ParkedGiBHours += of.Hours() * float64(mib) / 1024
+		if !from.Before(r.from) {
+			s.Parks++
+		}
+	}
+}
+
 // Ended implements [Observer].
 func (r *Report) Ended(g *Grant) { r.count(g, g.Until) }
 
@@ -134,6 +151,9 @@ func (r *Report) Sum(b *Book) []Sum {
 			if h := &g.Held[i]; r.to.After(h.from(g)) {
 				r.Granted(g, h, h.from(g), r.to, h.Part(), h.Lent)
 			}
+		}
+		if !g.Parked.IsZero() && r.to.After(g.Parked) {
+			r.Parked(g, g.Parked, r.to, g.ParkedMiB)
 		}
 		r.count(g, r.to)
 	}
@@ -186,6 +206,9 @@ func (*Presence) Granted(*Grant, *Held, time.Time, time.Time, float64, float64) 
 
 // Used implements [Observer].
 func (*Presence) Used(*Grant, *Held, time.Time, time.Time, Use) {}
+
+// Parked implements [Observer].
+func (*Presence) Parked(*Grant, time.Time, time.Time, uint64) {}
 
 // Ended implements [Observer].
 func (p *Presence) Ended(g *Grant) {

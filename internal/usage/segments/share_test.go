@@ -165,6 +165,7 @@ type listener struct{ ended map[uint64]*usage.Grant }
 
 func (*listener) Granted(*usage.Grant, *usage.Held, time.Time, time.Time, float64, float64) {}
 func (*listener) Used(*usage.Grant, *usage.Held, time.Time, time.Time, usage.Use)           {}
+func (*listener) Parked(*usage.Grant, time.Time, time.Time, uint64)                         {}
 func (l *listener) Ended(g *usage.Grant)                                                    { l.ended[g.Number] = g }
 
 // look is what the journal says now.
