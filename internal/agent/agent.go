@@ -277,6 +277,9 @@ func (a *Agent) Offered() []gpu.Device { return a.display.offered() }
 // allocation of this agent may have one from that owner.
 func (a *Agent) Open(u gpu.UUID) bool { return a.display.open(u) }
 
+// Lends reports whether idle holders of the GPU lend their room to spot pods.
+func (a *Agent) Lends(u gpu.UUID) bool { return lendAfter(a.front.Offer(), u) > 0 }
+
 // Allocations returns the present allocations, in key order.
 func (a *Agent) Allocations() []ledger.Allocation { return a.ledger.Allocations() }
 

@@ -11,6 +11,7 @@ import (
 	"maps"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
@@ -143,6 +144,11 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 	if err := k.settleCaps(on, c); err != nil {
 		return none, err
 	}
+	lends := func(u gpu.UUID) bool { return c.Tier == ledger.Guaranteed && on.layouts[u].Spot.Lend > 0 }
+	var since time.Time // zero if it is not known
+	if !c.Adopted {
+		since = c.Given
+	}
 	for _, u := range c.GPUs() {
 		limit := c.Cap(u)
 		if !limit.Known {
@@ -152,10 +158,7 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 			capped = true
 			hold.Limits[u] = limit.Bytes
 		}
-		l := lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode}
-		if !c.Adopted {
-			l.Since = c.Given
-		}
+		l := lib.Limit{GPU: u, Bytes: limit.Bytes, Code: lib.DefaultCode, Since: since, Waits: lends(u)}
 		l.Percent = shareOf(c, u).Ceiling
 		limits = append(limits, l)
 	}
@@ -163,7 +166,7 @@ func (k *gatekeeper) overlay(on *fileInputs, c *ledger.Allocation) (cdi.Overlay,
 		// Programs know an instance by its own UUID.
 		instances, _ := on.instancesOf(c)
 		for _, i := range instances {
-			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None})
+			limits = append(limits, lib.Limit{GPU: i.in.UUID, Bytes: lib.None, Since: since, Waits: lends(i.gpu.UUID)})
 		}
 	}
 	k.pages.await(c.ID) // those of the previous holder

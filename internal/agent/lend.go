@@ -49,6 +49,7 @@ const (
 const (
 	lendingWords    = "its idle room is lent"
 	returningWords  = "its room was lent and is coming back"
+	pagelessWords   = "it lends nothing: its container was created before its GPU's partition said lend"
 	unreadableWords = "it lends nothing: the container runtime does not tell the annotations of its pod"
 )
 
@@ -176,17 +177,25 @@ func (l *Lender) Run(ctx context.Context) error {
 	}
 }
 
+// lendAfter returns how long a holder of a GPU must have been idle to lend; 0 if none lends.
+func lendAfter(offer *deviceplugin.Offer, u gpu.UUID) time.Duration {
+	if o := offer.Spot[u]; o.On {
+		return o.Lend
+	}
+	return 0
+}
+
 // look looks at each guaranteed allocation once, and returns when to look again.
 func (l *Lender) look(ctx context.Context) time.Duration {
 	all, offer := l.ledger.Allocations(), l.front.Offer()
 	wait := lendRest
 	lends := func(a *ledger.Allocation) (after time.Duration) {
 		for _, u := range a.GPUs() {
-			o := offer.Spot[u]
-			if !o.On || o.Lend == 0 {
+			of := lendAfter(offer, u)
+			if of == 0 {
 				return 0
 			}
-			after = max(after, o.Lend)
+			after = max(after, of)
 		}
 		return after
 	}
@@ -218,7 +227,7 @@ func (l *Lender) look(ctx context.Context) time.Duration {
 
 // holder returns what is known of an allocation; nil if it never lends.
 func (l *Lender) holder(a *ledger.Allocation) *lendHolder {
-	if a.Tier != ledger.Guaranteed || a.Owner != ledger.DevicePlugin || !a.Kind().Together() {
+	if a.Tier != ledger.Guaranteed || a.Owner != ledger.DevicePlugin || !a.Kind().HasSpot() {
 		return nil
 	}
 	h := l.holders[a.ID]
@@ -273,6 +282,10 @@ func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration
 		return nil
 	}
 	waits, err := l.lending.Pages.Waits(a.ID)
+	if errors.Is(err, gpu.ErrNotFound) {
+		h.refused = pagelessWords
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("count its processes that wait: %w", err)
 	}

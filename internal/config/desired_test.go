@@ -478,6 +478,12 @@ func TestLendText(t *testing.T) {
 			t.Errorf("%s is read as %v (%v), want %v", text, d, err, o)
 		}
 	}
+	for _, mode := range []string{"whole", "mig", "mig, profiles: [1g.10gb]", "mig, geometry: {1g.10gb: 7}"} {
+		d, err := mustParse(t, head+"    - {devices: all, spot: true, lend: {after: 15m}, mode: "+mode+"}\n").Desire("default", cards(t, "a100-80"), Node{Unit: 1024})
+		if want := (ledger.Offering{On: true, Lend: 15 * time.Minute}); err != nil || d.GPUs[0].Spot != want {
+			t.Errorf("mode %s: %v (%v), want %v", mode, d, err, want)
+		}
+	}
 	for _, o := range []ledger.Offering{{On: true}, {Lend: time.Hour}} {
 		if got := LendText(o); got != "" {
 			t.Errorf("%v, which lends nothing, is written %q", o, got)

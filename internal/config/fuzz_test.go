@@ -98,7 +98,7 @@ func checkWant(t *testing.T, data []byte, w Want) {
 	}
 	if w.Spot.On && (w.API == ledger.DRA || w.Replicas > 0 || w.Mode == Dynamic || w.Mode == Off || w.Mode == Keep) ||
 		w.Spot.Most != 0 && (!w.Spot.On || w.Mode != Shared) ||
-		w.Spot.Lend != 0 && (!w.Spot.On || w.Mode != Shared || w.Spot.Lend < leastIdle || w.Spot.Lend > mostIdle) {
+		w.Spot.Lend != 0 && (!w.Spot.On || w.Spot.Lend < leastIdle || w.Spot.Lend > mostIdle) {
 		t.Fatalf("%+v offers spot pods what it cannot", w)
 	}
 	w.Spot = ledger.Offering{}

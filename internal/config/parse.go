@@ -200,7 +200,7 @@ func (p *parser) entry(n *yaml.Node) (entry, bool) {
 			p.at(n, "spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two")
 		}
 	}
-	if n, ok := p.only(keys, "lend", e.want.Mode, known, Shared); ok {
+	if n, ok := p.only(keys, "lend", e.want.Mode, known, Whole, Shared, MIG); ok {
 		after := p.lend(n)
 		if _, offers := keys["spot"]; !offers || keys["spot"].Kind == yaml.ScalarNode && !e.want.Spot.On {
 			p.at(n, "lend gives idle room to spot pods, and this entry offers them none: add spot: true, or leave out lend")

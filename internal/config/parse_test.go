@@ -161,8 +161,11 @@ var broken = []struct {
 	{"lend too soon", head + "    - {devices: all, mode: shared, spot: true, lend: {after: 59s}}\n", []string{"f:4: after is from 1m to 8760h, not \"59s\""}},
 	{"lend before", head + "    - {devices: all, mode: shared, spot: true, lend: {after: -2h}}\n", []string{"f:4: after is from 1m to 8760h, not \"-2h\""}},
 	{"lend too late", head + "    - {devices: all, mode: shared, spot: true, lend: {after: 9000h}}\n", []string{"f:4: after is from 1m to 8760h, not \"9000h\""}},
-	{"lend of a whole GPU", head + "    - {devices: all, mode: whole, spot: true, lend: {after: 15m}}\n", []string{"f:4: lend belongs to mode shared: this entry is whole"}},
-	{"lend of MIG instances", head + "    - {devices: all, mode: mig, spot: true, lend: {after: 15m}}\n", []string{"f:4: lend belongs to mode shared: this entry is mig"}},
+	{"lend of a dynamic GPU", head + "    - {devices: all, mode: dynamic, lend: {after: 15m}}\n", []string{
+		"f:4: lend belongs to mode whole, shared or mig: this entry is dynamic",
+		"f:4: lend gives idle room to spot pods, and this entry offers them none: add spot: true, or leave out lend"}},
+	{"lend of replicas", head + "    - {devices: all, mode: shared, replicas: 2, spot: true, lend: {after: 15m}}\n", []string{
+		"f:4: spot is for whole GPUs, units of memory and MIG instances, and this entry has replicas: leave out one of the two"}},
 	{"spot of a dynamic GPU", head + "    - {devices: all, mode: dynamic, api: dra, spot: true}\n", []string{"f:4: spot belongs to mode whole, shared or mig: this entry is dynamic"}},
 	{"compute by magic", head + "    - {devices: all, mode: shared, compute: mp}\n", []string{"f:4: compute is timeslice, mps or {mps: {factor: …, max: …}}, not the text \"mp\""}},
 	{"compute of nothing", head + "    - devices: all\n      mode: shared\n      compute:\n", []string{"f:6: compute is timeslice, mps or {mps: {factor: …, max: …}}, not nothing"}},

@@ -188,7 +188,7 @@ func (f *FrontEnd) preferPlacements(v *Offer, r *Resource, available, must []str
 	if overSpot {
 		chosen, err = f.chooseOverSpot(choose, free, n == len(given)+1)
 	} else {
-		chosen, err = choose(free)
+		chosen, err = f.chooseBeforeLent(r, choose, free, ids)
 	}
 	if err != nil {
 		return nil, err

@@ -180,14 +180,17 @@ func (dev *Device) refusal() string {
 }
 
 // whole chooses GPUs that are well connected. If there are too few idle ones, it takes all of them
-// and the rest from those with allocations. The ID of a whole GPU is its UUID.
+// and the rest from those that are lent, and then from those with allocations. The ID of a whole GPU is its UUID.
 func (s *supply) whole(n int, g *topology.Graph, free []gpu.UUID) ([]string, error) {
-	of, must := slices.Concat(s.idle, s.lent), s.must
-	if short := n - len(s.must) - len(of); short > 0 {
+	of, must := s.idle, s.must
+	if n > len(must)+len(of) && len(s.lent) > 0 {
+		of, must = s.lent, slices.Concat(must, of)
+	}
+	if short := n - len(must) - len(of); short > 0 {
 		of = append(slices.Clone(of), s.wholeOverSpot(short)...)
 	}
-	if n > len(s.must)+len(of) {
-		of, must = s.taken, slices.Concat(s.must, of)
+	if n > len(must)+len(of) {
+		of, must = s.taken, slices.Concat(must, of)
 	}
 	chosen, err := g.Choose(topology.Request{Available: toUUIDs(of), Must: toUUIDs(must), N: n, Free: free})
 	if err != nil {

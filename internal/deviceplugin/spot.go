@@ -263,6 +263,23 @@ func (f *FrontEnd) chooseOverSpot(
 	return chosen, nil
 }
 
+// chooseBeforeLent chooses places for a request: free ones if there are enough, and otherwise also those that guaranteed
+// allocations lend. ids maps places to devices.
+func (f *FrontEnd) chooseBeforeLent(
+	r *Resource, choose func([]mig.Place) ([]mig.Place, error), free []mig.Place, ids map[mig.Place]string,
+) ([]mig.Place, error) {
+	if r.Tier != ledger.Spot {
+		return choose(free)
+	}
+	lent := f.covered(r).lent
+	if own := slices.DeleteFunc(slices.Clone(free), func(p mig.Place) bool { return lent[ids[p]] }); len(own) < len(free) {
+		if chosen, err := choose(own); err == nil {
+			return chosen, nil
+		}
+	}
+	return choose(free)
+}
+
 // unheld returns the places that no guaranteed allocation has.
 func (f *FrontEnd) unheld(places []mig.Place) []mig.Place {
 	held := map[mig.Place]bool{}

@@ -37,7 +37,7 @@ func (g *Guard) unchanged(
 	u gpu.UUID, capped bool, held allocations, memory map[gpu.UUID]gpu.Memory, now time.Time,
 ) bool {
 	trusted := baselineIdleFor
-	if capped {
+	if capped || g.allocations.Lends(u) {
 		trusted = baselineFor
 	}
 	f := g.found[u]

@@ -30,6 +30,7 @@ const (
 	// no allocations. suspectEvery is how often it looks at one with intruders or unlisted
 	// containers: the judge drops a doubt that no look confirms.
 	idleEvery    = 10 * time.Second
+	lendEvery    = 5 * time.Second // on a GPU whose holders lend; see Allocations.Lends
 	restEvery    = 30 * time.Second
 	suspectEvery = time.Second
 	// driverTimeout bounds the driver's answer, runtimeTimeout the runtime's answer, endTimeout
@@ -124,6 +125,9 @@ type Allocations interface {
 	// Open reports whether another party than the agent also gives the GPU out. No container is an
 	// intruder there.
 	Open(gpu.UUID) bool
+	// Lends reports whether holders of the GPU lend their room while they are idle, so that Presence must not be
+	// older than a few seconds.
+	Lends(gpu.UUID) bool
 	// Changed has a value if any of this may have changed since the last value was taken.
 	Changed() <-chan struct{}
 }
@@ -458,6 +462,8 @@ func (g *Guard) pause(u gpu.UUID, held allocations) time.Duration {
 	switch {
 	case f != nil && (f.Intruders > 0 || f.Unlisted > 0):
 		return suspectEvery
+	case u != "" && len(held) > 0 && g.allocations.Lends(u):
+		return lendEvery
 	case len(held) > 0:
 		return idleEvery
 	}

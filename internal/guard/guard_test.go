@@ -41,6 +41,7 @@ type world struct {
 	containers  map[string]node.Container
 	allocations []ledger.Allocation
 	open        map[gpu.UUID]bool
+	lends       bool
 	pages       map[string]*meter // by container and GPU
 	byKey       map[string]*meter // by allocation
 	driverErr   error
@@ -196,6 +197,8 @@ func (w *world) stir() {
 	default:
 	}
 }
+
+func (w *world) Lends(gpu.UUID) bool { return w.lends }
 
 func (w *world) Open(u gpu.UUID) bool {
 	w.mu.Lock()

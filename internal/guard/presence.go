@@ -20,7 +20,7 @@ type Presence struct {
 
 // Presence returns what the last look at a GPU found. ok is false if the guard does not run, or has not looked
 // at the GPU. A look at which the driver does not answer changes nothing, so the time tells how old the answer is.
-// On a GPU with a cap it is renewed every few seconds, also if nothing happens.
+// On a GPU with a cap, or whose holders lend, it is renewed every few seconds, also if nothing happens.
 func (g *Guard) Presence(u gpu.UUID) (p Presence, ok bool) {
 	st := g.state.Load()
 	if st.Off != "" {

@@ -12,6 +12,7 @@ import (
 	"example.com/gpu-agent/internal/node"
 	"example.com/gpu-agent/pkg/cdi"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/memcap/lib"
 )
 
 // The guard says which allocations have processes on a GPU, how old that is, and when it is not sure. A driver that
@@ -64,6 +65,22 @@ func TestPresence(t *testing.T) {
 		delete(w.procs, 20)
 		pass(6 * time.Second)
 		is("nobody", true)
+
+		// Of a GPU without a cap it is as new where holders lend, and otherwise a minute old.
+		w.container("whole", nil, lib.None, gpu1)
+		for _, w.lends = range []bool{true, false} {
+			pass(2 * time.Minute)
+			oldest := time.Duration(0)
+			for range 90 {
+				pass(time.Second)
+				if p, ok := g.Presence(gpu1); ok {
+					oldest = max(oldest, time.Since(p.At))
+				}
+			}
+			if w.lends != (oldest < 12*time.Second) {
+				t.Errorf("holders lend: %v, and who is on the GPU is up to %v old", w.lends, oldest)
+			}
+		}
 
 		before, _ := g.Presence(gpu0)
 		w.driverErr = gpu.ErrTimeout

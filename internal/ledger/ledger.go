@@ -167,6 +167,8 @@ func (l *Ledger) freeLocked(r *Request) error {
 			slices.ContainsFunc(r.Grants, func(g Grant) bool { return !g.NoRoom && o.Takes(g.GPU) }):
 			return fmt.Errorf("a GPU is given out through %s now (allocation %s): %w", o.Owner, o.ID, ErrHeld)
 		case r.Tier == Guaranteed && o.Tier == Spot: // it yields
+		case o.Free(r.Tier) && alters(l.rooms, r.Grants, o.Grants):
+			return fmt.Errorf("guaranteed allocation %s lends its MIG instances only as they are: %w", o.ID, ErrHeld)
 		case o.Free(r.Tier):
 		case r.Tier == Spot && o.Tier == Guaranteed && overlap(l.rooms, r.Grants, o.Grants):
 			return fmt.Errorf("guaranteed allocation %s has some of the pieces: %w", o.ID, ErrHeld)

@@ -81,7 +81,7 @@ type taken struct {
 }
 
 // Rooms returns what is taken of each of these GPUs, for an allocation of a tier: a guaranteed one has
-// the room of spot allocations, too, and a spot one that of allocations that lend.
+// the room of spot allocations, too, and a spot one the instances of allocations that lend, as they are.
 func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -98,7 +98,7 @@ func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 		rooms[u] = r
 	}
 	for _, a := range l.allocations {
-		if of == Guaranteed && a.Tier != Guaranteed || a.Free(of) {
+		if of == Guaranteed && a.Tier != Guaranteed {
 			continue
 		}
 		for i := range a.Grants {
@@ -106,6 +106,12 @@ func (l *Ledger) Rooms(gpus []gpu.UUID, of Tier) map[gpu.UUID]*Room {
 			r := rooms[g.GPU]
 			at, ok := g.Placement()
 			if !ok || g.NoRoom || r == nil {
+				continue
+			}
+			if a.Free(of) { // its instance may be given out as it is, and not destroyed
+				if at.Size > 0 {
+					r.take(at, true)
+				}
 				continue
 			}
 			r.held = append(r.held, held{a.Resource, at})
@@ -192,6 +198,18 @@ func (r *Room) Lacks(s mig.Placement) string {
 		names = append(names, t.String())
 	}
 	return "its room is taken by " + strings.Join(names, ", ")
+}
+
+// alters reports whether grants have a placement in the room of MIG instances that others have, and not one of these
+// instances.
+func alters(rooms map[gpu.UUID]MIG, grants, others []Grant) bool {
+	return slices.ContainsFunc(grants, func(x Grant) bool {
+		return slices.ContainsFunc(others, func(y Grant) bool {
+			a, isA := x.Placement()
+			b, isB := y.Placement()
+			return x.GPU == y.GPU && isA && isB && !piece.SamePlace(a, b) && clash(rooms[x.GPU].Card, &x, &y)
+		})
+	})
 }
 
 // Overlap reports whether two sets of grants conflict on a GPU: they have the same piece of it,

@@ -117,7 +117,7 @@ func (a *Allocation) wanted() time.Time {
 }
 
 // Free reports whether an allocation's room is free for one of a tier: a guaranteed one that lends is no
-// obstacle for spot.
+// obstacle for spot. Its MIG instances stay as they are, so a spot allocation can only have the same ones.
 func (a *Allocation) Free(to Tier) bool { return a.Lending && to == Spot }
 
 // SetLending sets whether spot allocations may have the room of a guaranteed allocation. It does nothing if
@@ -126,6 +126,9 @@ func (a *Allocation) Free(to Tier) bool { return a.Lending && to == Spot }
 //
 // The ledger knows nothing of the holder's processes. The caller makes sure that none of them uses the GPU from
 // before lending begins until the spot allocations are Out.
+//
+// A MIG instance is lent as it is: it is not destroyed while its holder lends it. So a spot allocation has room of it
+// only if it has the same placement. One that has another placement in that room goes on yielding.
 //
 // Whether an allocation lends is in no record: the next process finds it out anew. SetLending reports whether
 // something changed.
@@ -182,7 +185,8 @@ func (l *Ledger) yieldLocked() {
 		var to []string
 		var since time.Time
 		for _, g := range l.allocations {
-			if g.Tier == Guaranteed && !g.Lending && overlap(l.rooms, g.Grants, a.Grants) {
+			if g.Tier == Guaranteed && (!g.Lending && overlap(l.rooms, g.Grants, a.Grants) ||
+				g.Lending && alters(l.rooms, a.Grants, g.Grants)) {
 				to = append(to, g.ID)
 				if at := g.wanted(); since.IsZero() || at.Before(since) {
 					since = at

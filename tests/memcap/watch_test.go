@@ -115,6 +115,7 @@ func (p *post) Offered() []gpu.Device {
 }
 
 func (p *post) Allocations() []ledger.Allocation { return []ledger.Allocation{p.allocation} }
+func (p *post) Lends(gpu.UUID) bool              { return false }
 func (p *post) Open(gpu.UUID) bool               { return false }
 func (p *post) Changed() <-chan struct{}         { return nil }
 func (p *post) Check() error                     { return nil }

@@ -115,6 +115,9 @@ type Limit struct {
 	// Percent is the holder's share of the GPU's SMs under MPS, from 1 to 100. 0: it has no such
 	// share, and its processes are no clients of MPS.
 	Percent int
+	// Waits makes a usage page also for a GPU without a limit, on which newcomers say that they wait (see
+	// ControlHold and Waits). It has an effect only for a new holder: a container that runs cannot be given the page.
+	Waits bool
 	// Since is when the allocation was made or renewed. An older usage page belongs to an earlier
 	// holder and is not used again. Zero: the time is not known, and the page is kept.
 	Since time.Time
@@ -131,7 +134,7 @@ func (l Limit) since() uint64 {
 // A Page has the host paths of the two pages of an allocation's GPU.
 type Page struct {
 	Limit string
-	Usage string // empty for a GPU without a limit
+	Usage string // empty for a GPU without a limit, unless Limit.Waits asked for it
 }
 
 // Pages are the pages of a node's allocations: dir/cap/limits/<key>/<UUID>, and
@@ -183,7 +186,7 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 			return nil, fmt.Errorf("write limit page of allocation %s: %w", key, err)
 		}
 	}
-	nonces, err := p.usageLocked(key, limits)
+	used, nonces, err := p.usageLocked(key, limits)
 	if err != nil {
 		return nil, fmt.Errorf("make usage pages of allocation %s: %w", key, err)
 	}
@@ -193,7 +196,7 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 		if err := writeLimit(page.Limit, every, l, nonces[l.GPU]); err != nil {
 			return nil, fmt.Errorf("write limit page of %s for allocation %s: %w", l.GPU, key, err)
 		}
-		if l.Bytes != None {
+		if used[l.GPU] {
 			page.Usage = filepath.Join(p.usage, key, string(l.GPU))
 		}
 		pages[l.GPU] = page
@@ -259,6 +262,9 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		page.store(atBare, 0)
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
+	}
+	if l.Bytes == None && l.since() > page.load(atSince) {
+		page.store(atSince, l.since()) // so that it is known whose the page is; see usesLocked
 	}
 	if context < LeastContext || context > DefaultContext {
 		context = l.Context // from another version of the agent

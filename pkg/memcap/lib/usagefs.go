@@ -43,40 +43,59 @@ import (
 // old one. The agent stores the nonce last, and writes the CDI file after the pages. So what a
 // killed agent leaves is either complete or made anew, and no container starts without its pages.
 
-// usageLocked makes sure that an allocation has a sound usage page for each limited GPU. It returns
-// the nonces of the pages that it made. The caller holds p.mu.
-func (p *Pages) usageLocked(key string, limits []Limit) (made map[gpu.UUID]uint64, err error) {
+// usesLocked reports whether a GPU of an allocation has a usage page: with a limit, or if newcomers are to say that
+// they wait. Without a limit, a holder that was given a page keeps it, and one that was given none gets none: its
+// container has what it was created with. The caller holds p.mu.
+func (p *Pages) usesLocked(key string, l *Limit) bool {
+	if l.Bytes != None {
+		return true
+	}
+	page, err := mapPage(filepath.Join(p.dir, key, string(l.GPU)))
+	if err != nil {
+		return l.Waits
+	}
+	defer page.unmap()
+	if page.load(atLimit) == None && page.load(atSince) >= l.since() {
+		return page.load(atUsage) != 0
+	}
+	return l.Waits
+}
+
+// usageLocked makes sure that an allocation has a sound usage page for each GPU that is to have one. It returns
+// which these are, and the nonces of the pages that it made. The caller holds p.mu.
+func (p *Pages) usageLocked(key string, limits []Limit) (used map[gpu.UUID]bool, made map[gpu.UUID]uint64, err error) {
 	room := filepath.Join(p.usage, key)
-	var limited []gpu.UUID
+	used = map[gpu.UUID]bool{}
+	var gpus []gpu.UUID
 	sound := true
-	for _, l := range limits {
-		if l.Bytes != None {
-			limited = append(limited, l.GPU)
+	for i := range limits {
+		if l := &limits[i]; p.usesLocked(key, l) {
+			gpus, used[l.GPU] = append(gpus, l.GPU), true
 			sound = sound && p.soundLocked(key, l.GPU, l.since())
 		}
 	}
 	switch {
-	case len(limited) == 0:
-		return nil, removeRoom(room)
+	case len(gpus) == 0:
+		return nil, nil, removeRoom(room)
 	case sound:
-		return nil, nil
+		return used, nil, nil
 	}
 	// Make all of them anew, on another file system: containers may still use the old one's files
 	// and room.
 	if err := removeRoom(room); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	whole, err := makeRoom(room, len(limited))
+	whole, err := makeRoom(room, len(gpus))
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	made = map[gpu.UUID]uint64{}
-	for _, u := range limited {
+	for _, u := range gpus {
 		if made[u], err = makeUsage(filepath.Join(room, string(u)), whole); err != nil {
-			return nil, fmt.Errorf("usage page of %s: %w", u, err)
+			return nil, nil, fmt.Errorf("usage page of %s: %w", u, err)
 		}
 	}
-	return made, nil
+	return used, made, nil
 }
 
 // soundLocked reports whether processes that start now can rely on a usage page: it exists, has the
