@@ -388,9 +388,13 @@ func (f *FrontEnd) startsInSpotLocked(a *ledger.Allocation, held []ledger.Alloca
 }
 
 // startsLocked reports whether a container of an allocation may be about to be created: Prepare has let it in,
-// and the runtime has not shown it yet.
+// and the runtime has not shown it yet. If the kubelet asks for it again, its creation has failed: the runtime
+// refuses a container whose CDI file is gone.
 func (f *FrontEnd) startsLocked(a *ledger.Allocation, o *Observation) bool {
 	e := f.seen[a.ID]
+	if a.Back.After(a.Entered) && o.Asked.After(a.Back) {
+		return false
+	}
 	return e != nil && !a.Entered.IsZero() && o.Asked.Sub(a.Entered) < Grace && e.created.Before(a.Entered)
 }
 

@@ -4,6 +4,7 @@ package deviceplugin
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"slices"
 	"strings"
@@ -356,6 +357,59 @@ func TestGuaranteedWaitsForSpot(t *testing.T) {
 	look()
 	if phase(s.ID) != ledger.Taken {
 		t.Fatalf("after the guaranteed one: %s", phase(s.ID))
+	}
+}
+
+// A spot container that was let in, and whose creation failed as its room was wanted by then, keeps a guaranteed one
+// waiting no longer than until the kubelet tries it again. That another pod comes with the same devices says nothing.
+func TestSpotContainerThatWasNotCreated(t *testing.T) {
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, another := range []bool{false, true} {
+		d, clock, _ := spotted(t, 1, 0)
+		u := nth(0)
+		of := ids(u, 0, 1, 2, 3)
+		s, err := d.Allocate(spotName, of)
+		if err != nil {
+			t.Fatal(err)
+		}
+		look := func() {
+			clock.pass(time.Second)
+			d.Reconcile(Observation{Asked: clock.now(), Runtime: true})
+		}
+		look()
+		if !ready(d, s.ID) || d.Prepare(t.Context(), spotName, of) != nil {
+			t.Fatal("the spot container does not start")
+		}
+		if another {
+			if _, err := d.Allocate(spotName, of); err != nil {
+				t.Fatal(err)
+			}
+		}
+		g, err := d.Allocate(memName, ids(u, 3, 4))
+		if err != nil {
+			t.Fatal(err)
+		}
+		phase := func() ledger.Phase { return allocationOf(t, d, g.ID).Phase }
+		clock.pass(time.Second)
+		early := clock.now()
+		clock.pass(time.Second)
+		if err := d.Prepare(canceled, spotName, of); !errors.Is(err, ledger.ErrNotOpen) {
+			t.Fatalf("the kubelet tries the spot container again: %v", err)
+		}
+		d.Reconcile(Observation{Asked: early, Runtime: true})
+		if phase() != ledger.Waiting || isOut(d, s.ID) {
+			t.Errorf("by a list from before that: %s", phase())
+		}
+		look()
+		if waits := phase() == ledger.Waiting; waits != another || isOut(d, s.ID) == another {
+			t.Errorf("with another pod %v: %s, out %v", another, phase(), isOut(d, s.ID))
+		}
+		clock.pass(Grace)
+		look()
+		if phase() != ledger.Taken || !isOut(d, s.ID) {
+			t.Errorf("after %v: %s", Grace, phase())
+		}
 	}
 }
 

@@ -88,6 +88,10 @@ type Allocation struct {
 	// Entered is the time at which Prepare last let a container through, of this holder or of the
 	// previous one.
 	Entered time.Time
+	// Back is the time at which the container that Prepare last let through was to start again: its
+	// creation has failed by then, or it was created. It is zero before that. It is not set while the
+	// kubelet may start a container of another pod, which says nothing of the first (see Twice).
+	Back time.Time
 	// Twice is true if the kubelet has given the allocation to two pods, as if each had it alone.
 	// Then Prepare lets one container through, and closes the allocation again.
 	Twice bool

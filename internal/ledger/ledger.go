@@ -60,6 +60,8 @@ type allocation struct {
 	gone chan struct{}
 	// forPod is After in words for the allocation's own pod.
 	forPod string
+	// entered is true if Prepare has let a container of this entry through. Renew makes another entry.
+	entered bool
 }
 
 // New returns an empty ledger. The ledger calls wake when a Prepare waits for an allocation to
@@ -348,7 +350,7 @@ func (l *Ledger) Gone(id string) {
 // the caller may try again: it then waits for the allocation that has the ID by then. The loop goes
 // on with the work when ctx has ended.
 func (l *Ledger) Prepare(ctx context.Context, id string) error {
-	a := l.entry(id)
+	a := l.asked(id)
 	if a == nil {
 		return fmt.Errorf("%w: there is no allocation %s", ErrNotOpen, id)
 	}
@@ -368,12 +370,18 @@ func (l *Ledger) Prepare(ctx context.Context, id string) error {
 	}
 }
 
-// entry returns the ledger's entry for an allocation; nil if there is none. Release and Renew remove
-// the entry, so a caller that keeps it can tell the allocation from a later one with the same ID.
-func (l *Ledger) entry(id string) *allocation {
+// asked notes that a container is to start, and returns the ledger's entry for its allocation; nil if
+// there is none. Release and Renew remove the entry, so a caller that keeps it can tell the allocation
+// from a later one with the same ID.
+func (l *Ledger) asked(id string) *allocation {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.allocations[id]
+	a := l.allocations[id]
+	// The kubelet starts a pod's containers one after the other.
+	if a != nil && a.entered && !a.Twice {
+		a.Back = l.now()
+	}
+	return a
 }
 
 // admit returns nil, nil if the container may be created. Otherwise it returns the reason, and a
@@ -388,7 +396,7 @@ func (l *Ledger) admit(a *allocation, asks bool) (open <-chan struct{}, _ error)
 			ErrNotOpen, a.ID)
 	}
 	if a.Phase == Open {
-		a.Entered = l.now()
+		a.Entered, a.entered, a.Back = l.now(), true, time.Time{}
 		if a.Twice {
 			// A SetOpen that was decided on before this must not open it for the next container.
 			l.epoch++
