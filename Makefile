@@ -216,17 +216,25 @@ publish: imager
 lock: imager
 	@$(BIN)/image lock --cache $(DEBIAN)
 
-# VULNDB is the database: empty for Go's own, its URL, or the .tar.gz of a snapshot, whose
-# name and newest file tell the date.
+# VULNDB is the database: empty for Go's own, its URL, the .tar.gz of a snapshot, whose name and newest file
+# tell the date, or "module" for the newest that the Go module proxy has of it (golang.org/x/vulndb).
 VULNDB    ?=
-SNAPSHOT  := $(filter %.tar.gz,$(VULNDB))
+SNAPSHOT  := $(filter module %.tar.gz,$(VULNDB))
 VULNCHECK  = $(BIN)/govulncheck $(if $(VULNDB),-db $(if $(SNAPSHOT),file://$(CACHE)/vulndb,$(VULNDB)))
 .PHONY: vuln
 vuln:
 	@mkdir -p $(BIN)
 	@$(GO) -C deployments/image build -o $(BIN)/govulncheck golang.org/x/vuln/cmd/govulncheck
 ifneq ($(SNAPSHOT),)
-	@rm -rf $(CACHE)/vulndb && mkdir $(CACHE)/vulndb && tar -xf $(SNAPSHOT) -C $(CACHE)/vulndb
+	@rm -rf $(CACHE)/vulndb && mkdir $(CACHE)/vulndb
+ifeq ($(VULNDB),module)
+	@# The proxy gives files no date, and the version has it: v0.0.0-20261105234957-….
+	@set -e; found=$$(cd / && $(GO) mod download -json golang.org/x/vulndb@latest); \
+		dir=$$(echo "$$found" | sed -n 's/.*"Dir": "\(.*\)".*/\1/p'); day=$$(echo "$$found" | sed -n 's/.*"Version": "[^-]*-\([0-9]\{8\}\).*/\1/p'); \
+		cp $$dir/data/osv/*.json $(CACHE)/vulndb/; touch -d $$day $(CACHE)/vulndb/*
+else
+	@tar -xf $(SNAPSHOT) -C $(CACHE)/vulndb
+endif
 	@echo "database: $(notdir $(SNAPSHOT)), $$(ls $(CACHE)/vulndb | wc -l) entries as of $$(date -u +%F -r "$(CACHE)/vulndb/$$(ls -t $(CACHE)/vulndb | head -1)")"
 	@days=$$(( ($$(date +%s) - $$(date +%s -r "$(CACHE)/vulndb/$$(ls -t $(CACHE)/vulndb | head -1)")) / 86400 )); \
 	if [ $$days -gt 30 ]; then echo "WARNING: this database is $$days days old, and knows of nothing since: name a newer one in VULNDB" >&2; fi
@@ -234,6 +242,7 @@ endif
 	$(VULNCHECK) -show version -tags $(TAGS),grpcnotrace ./cmd/gpu-agent
 	$(VULNCHECK) -tags $(TAGS) ./cmd/gpu-agent-mps
 	$(VULNCHECK) -tags $(TAGS),grpcnotrace ./cmd/gpu-placer
+	$(VULNCHECK) ./cmd/kubectl-gpu
 	$(VULNCHECK) -tags $(TAGS) $(HOOK)
 	$(VULNCHECK) -C deployments/image .
 
