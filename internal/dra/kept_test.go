@@ -34,8 +34,8 @@ func TestReferencesOfEarlierVersions(t *testing.T) {
 			}
 			claims++
 			s, err := readShare(a.Key, a.Ref, a.Grants)
-			if err != nil || s.Namespace != "work" || s.Name != "claim" || s.Request != "gpu" || s.Of != 1 || s.Pool != "node/card" ||
-				s.Device != "gpu-0" || s.Share == "" || !s.Admin {
+			if err != nil || s.Namespace != "work" || s.Name != "claim" || s.Request != "gpu" || s.Of != 1 ||
+				s.Pool != "node/card" || s.Device != "gpu-0" || s.Share == "" || !s.Admin {
 				t.Errorf("%s: the reference %s is read as %+v, %v", folder, a.Ref, s, err)
 			}
 		}

@@ -180,6 +180,7 @@
 //	go test ./tests/crash -built             the agent that make image has left in the cache
 //	go test ./tests/crash -v -agent PROGRAM  another one; -v prints the number of points and the seconds
 //	go test ./tests/crash -run Rollback -before PROGRAM  back to an older agent, and forth, under load
+//	go test ./tests/crash -run FirstRelease  the same from the agent of v0.1.0, where the clone has that tag
 //	go test ./tests/crash -seed 7            other samples of the calls
 //	go test ./tests/crash -long -timeout 4h  every call, every change around claims and Nodes, and every length
 //

@@ -3,20 +3,17 @@
 package crash
 
 import (
-	"archive/tar"
-	"bytes"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
-	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
 
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/lab"
 )
@@ -32,10 +29,30 @@ func TestRollback(t *testing.T) {
 	}
 	older := *beforeProgram
 	if older == "" {
-		older = buildBefore(t)
+		older = buildAt(t, "HEAD^")
 	}
 	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
 	newer := m.agent
+	takeTurns(t, m, append([]string{newer}, slices.Repeat([]string{older, newer}, 4)...)...)
+}
+
+// TestUpgradeFromTheFirstRelease begins with the agent of the first release, as its tag builds it, upgrades to
+// today's while pods come and go, goes back, and upgrades again.
+func TestUpgradeFromTheFirstRelease(t *testing.T) {
+	if testing.Short() {
+		t.Skip("make test-all runs it: the program of the release takes a minute to build")
+	}
+	older := buildAt(t, lab.FirstRelease)
+	m := startMachine(t, emulator.Spec{Model: model, Count: gpus})
+	newer := m.agent
+	takeTurns(t, m, older, newer, older, newer)
+}
+
+// takeTurns has agents take over from each other, with a pod that stays from the first one on, and others that
+// come and go. Each comes to the truth with what those before it have left.
+func takeTurns(t *testing.T, m *machine, agents ...string) {
+	t.Helper()
+	m.agent = agents[0]
 	ctx := inOrder(t)
 	n, err := settled(ctx, m)
 	if err != nil {
@@ -53,7 +70,7 @@ func TestRollback(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for i, agent := range slices.Repeat([]string{older, newer}, 4) {
+	for i, agent := range agents[1:] {
 		// The load goes on while the one agent ends and the other one starts.
 		loaded, cancel := context.WithCancel(ctx)
 		var runs atomic.Int64
@@ -111,53 +128,24 @@ func (n *node) load(ctx context.Context, runs *atomic.Int64) (pods []*pod) {
 	return pods
 }
 
-// buildBefore builds the programs of the commit before the one that is checked out.
-func buildBefore(t *testing.T) string {
+// buildAt builds the programs of a commit or tag, and returns the agent's path. It skips the test, and says what is
+// not tried, if the clone does not have it.
+func buildAt(t *testing.T, revision string) string {
 	t.Helper()
 	kit, err := lab.NewKit(nil)
 	if err != nil {
 		t.Fatal(err)
 	}
-	sources, err := git(kit.Root, "archive", "--format=tar", "HEAD^")
-	if err != nil {
-		t.Skip("the commit before is not to be had: ", err)
-	}
 	dir, cache := t.TempDir(), t.TempDir()
-	if err := untar(dir, sources); err != nil {
-		t.Fatal(err)
+	err = kit.Sources(t.Context(), revision, dir)
+	if errors.Is(err, gpu.ErrNotFound) {
+		t.Skip("not tried with an older agent: ", err)
 	}
-	err = kit.Run(t.Context(), "make", "--no-print-directory", "-s", "-C", dir, "build", "CACHE="+cache)
+	if err == nil {
+		err = kit.Run(t.Context(), "make", "--no-print-directory", "-s", "-C", dir, "build", "CACHE="+cache)
+	}
 	if err != nil {
-		t.Fatal("build the commit before: ", err)
+		t.Fatalf("build %s: %v", revision, err)
 	}
 	return filepath.Join(cache, "bin", "gpu-agent")
-}
-
-// untar unpacks the files of an archive of git's.
-func untar(dir string, archive []byte) error {
-	for r := tar.NewReader(bytes.NewReader(archive)); ; {
-		h, err := r.Next()
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		path := filepath.Join(dir, filepath.Clean("/"+h.Name))
-		switch h.Typeflag {
-		case tar.TypeDir:
-			err = os.MkdirAll(path, 0o755)
-		case tar.TypeReg:
-			var data []byte
-			if data, err = io.ReadAll(r); err == nil {
-				err = errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
-					os.WriteFile(path, data, h.FileInfo().Mode().Perm()))
-			}
-		case tar.TypeSymlink:
-			err = os.Symlink(h.Linkname, path)
-		}
-		if err != nil {
-			return err
-		}
-	}
 }

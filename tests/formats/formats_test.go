@@ -83,7 +83,8 @@ func TestEarlierVersionsAreRead(t *testing.T) {
 func TestTodayIsRecorded(t *testing.T) {
 	dir := short(t)
 	writeAll(t, dir)
-	for _, side := range [][2]string{{dir, filepath.Join("testdata", working)}, {filepath.Join("testdata", working), dir}} {
+	kept := filepath.Join("testdata", working)
+	for _, side := range [][2]string{{dir, kept}, {kept, dir}} {
 		err := filepath.WalkDir(side[0], func(path string, e fs.DirEntry, err error) error {
 			if err != nil || e.IsDir() {
 				return err
@@ -97,7 +98,7 @@ func TestTodayIsRecorded(t *testing.T) {
 				t.Errorf("%s is in %s alone", name, side[0])
 			} else if err != nil {
 				return err
-			} else if side[0] == dir && !bytes.Equal(unpacked(t, name, other), unpacked(t, name, read(t, path))) {
+			} else if !bytes.Equal(unpacked(t, name, other), unpacked(t, name, read(t, path))) {
 				t.Errorf("%s differs from what today's program writes or reads", name)
 			}
 			return nil
@@ -146,13 +147,15 @@ func unpacked(t *testing.T, name string, data []byte) []byte {
 // recordWorking writes the folder of the version in work. The folder of a version with a tag stays.
 func recordWorking(t *testing.T) {
 	t.Helper()
-	if err := exec.CommandContext(t.Context(), "git", "rev-parse", "-q", "--verify", "refs/tags/"+working).Run(); err == nil {
+	tag := exec.CommandContext(t.Context(), "git", "rev-parse", "-q", "--verify", "refs/tags/"+working)
+	if tag.Run() == nil {
 		t.Fatalf("%s has its tag, so what it wrote never changes: name the next version in working", working)
 	}
 	made := short(t)
 	writeAll(t, made)
 	dir := filepath.Join("testdata", working)
-	if err := errors.Join(os.RemoveAll(dir), os.MkdirAll("testdata", 0o755), os.CopyFS(dir, os.DirFS(made))); err != nil {
+	err := errors.Join(os.RemoveAll(dir), os.MkdirAll("testdata", 0o755), os.CopyFS(dir, os.DirFS(made)))
+	if err != nil {
 		t.Fatal(err)
 	}
 }

@@ -42,7 +42,8 @@ const (
 // kinds are all kinds, in the order in which they are written and read. The agent's store comes first: others
 // have folders in its directory.
 var kinds = []kind{
-	{"state", writeState, readState, []reflect.Type{reflect.TypeFor[state.Document](), reflect.TypeFor[ledger.Record]()}},
+	{"state", writeState, readState,
+		[]reflect.Type{reflect.TypeFor[state.Document](), reflect.TypeFor[ledger.Record]()}},
 	{"usage", writeUsage, readUsage, []reflect.Type{reflect.TypeFor[usage.Record]()}},
 	{"park", writePark, readPark, []reflect.Type{reflect.TypeFor[park.Record]()}},
 	{"mps", writeMPS, readMPS, nil},
@@ -81,7 +82,8 @@ func instance(t *testing.T, profile string, start, size, ci int) mig.Placement {
 // pieces are a piece of each kind, with something in each of its fields.
 func pieces(t *testing.T) []piece.Piece {
 	t.Helper()
-	all := []piece.Piece{piece.Whole{}, piece.Units{Set: piece.Set{{First: 0, Last: 3}, {First: 7, Last: 7}}, Unit: 1024},
+	all := []piece.Piece{piece.Whole{},
+		piece.Units{Set: piece.Set{{First: 0, Last: 3}, {First: 7, Last: 7}}, Unit: 1024},
 		piece.Replica{Number: 2, Of: 4}, piece.Placement{At: instance(t, "1c.3g.40gb", 4, 4, 1)}}
 	for i, k := range piece.Kinds() {
 		if i >= len(all) || all[i].Kind() != k {
@@ -105,8 +107,8 @@ func allocations(t *testing.T) (all []state.Allocation) {
 		unknown.Cap = piece.Cap{}
 		resource := domain + "/gpu-" + string(p.Kind())
 		uid, request := "7d1e2f3a-0000-1111-2222-33334444000"+string(rune('0'+i)), "gpu"
-		ref, err := json.Marshal(map[string]any{"namespace": "work", "name": "claim", "uid": uid, "request": request, "n": 0,
-			"of": 1, "pool": "node/card", "device": "gpu-0", "share": "5f8a0000-0000-1111-2222-333344440000"})
+		ref, err := json.Marshal(map[string]any{"namespace": "work", "name": "claim", "uid": uid, "request": request,
+			"n": 0, "of": 1, "pool": "node/card", "device": "gpu-0", "share": "5f8a0000-0000-1111-2222-333344440000"})
 		must(t, err)
 		for j, r := range []ledger.Record{
 			{Owner: ledger.DevicePlugin, Resource: resource, Grants: []ledger.Grant{g}},
@@ -118,7 +120,8 @@ func allocations(t *testing.T) (all []state.Allocation) {
 			if r.Owner == ledger.DRA {
 				key = cdi.Key("claim/"+uid, []string{request + "#0"})
 			}
-			all = append(all, state.Allocation{Key: key, Record: r, Allocated: when.Add(time.Duration(4*i+j) * time.Second)})
+			given := when.Add(time.Duration(4*i+j) * time.Second)
+			all = append(all, state.Allocation{Key: key, Record: r, Allocated: given})
 		}
 	}
 	return all
@@ -173,8 +176,8 @@ func writeUsage(t *testing.T, to string) {
 	}
 	began := line(func(r *usage.Record) { r.Event, r.Book.Version = usage.Began, usage.Version })
 	must(t, s.Next(began))
-	for _, e := range []usage.Event{usage.Started, usage.Allocated, usage.Named, usage.Used, usage.Yielded, usage.Restored,
-		usage.Released, usage.Refused, usage.Cut, usage.Killed, usage.Evicted, usage.Lost, usage.Left} {
+	for _, e := range []usage.Event{usage.Started, usage.Allocated, usage.Named, usage.Used, usage.Yielded,
+		usage.Restored, usage.Released, usage.Refused, usage.Cut, usage.Killed, usage.Evicted, usage.Lost, usage.Left} {
 		for i, p := range pieces(t) {
 			kept[reflect.TypeFor[piece.Piece]()] = p
 			_, err := s.Append(line(func(r *usage.Record) {
@@ -190,9 +193,10 @@ func writeUsage(t *testing.T, to string) {
 
 func readUsage(t *testing.T, from string) any {
 	var all []*usage.Record
-	must(t, segments.Read(filepath.Join(from, "state", "usage"), time.Time{}, func(r *usage.Record) { all = append(all, r) }))
+	folder := filepath.Join(from, "state", "usage")
+	must(t, segments.Read(folder, time.Time{}, func(r *usage.Record) { all = append(all, r) }))
 	// The agent goes on writing there.
-	s, err := segments.Open(filepath.Join(from, "state", "usage"), segments.Options{})
+	s, err := segments.Open(folder, segments.Options{})
 	must(t, err)
 	must(t, s.Close())
 	return all
@@ -327,8 +331,8 @@ func readPartitions(t *testing.T, from string) any {
 			d, err := file.Desire(name, inv, config.Node{Unit: 1024})
 			must(t, err)
 			for _, w := range d.GPUs {
-				out[node+"/"+name+"/"+string(w.GPU)] = map[string]any{"mode": w.Mode, "api": w.API, "replicas": w.Replicas,
-					"timeSlice": w.TimeSlice, "compute": config.ComputeText(w.Compute), "spot": config.SpotText(w.Spot),
+				out[node+"/"+name+"/"+string(w.GPU)] = map[string]any{"mode": w.Mode, "api": w.API,
+					"replicas": w.Replicas, "timeSlice": w.TimeSlice, "compute": config.ComputeText(w.Compute), "spot": config.SpotText(w.Spot),
 					"lend": config.LendText(w.Spot), "onDemand": w.OnDemand, "geometry": fmt.Sprint(w.Geometry),
 					"profiles": fmt.Sprint(w.Profiles)}
 			}

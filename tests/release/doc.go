@@ -8,8 +8,9 @@
 // A release here is what `make release` ends in, for this machine's architecture, made of
 // the programs that the image was built with; deployments/image tests that `make release`
 // makes the same twice. [Kit.BuildNext] is the newer release: it has another version and
-// carries another library for memory caps. With -from a release that is kept somewhere is
-// the older one:
+// carries another library for memory caps. The older one is v0.1.0, built from its tag; a clone that
+// lacks the tag makes it of today's programs, and the log says so. With -from it is a release that is
+// kept somewhere:
 //
 //	make release VERSION=v0.1.0-rc.1
 //	go test ./tests/release -from dist/v0.1.0-rc.1

@@ -16,12 +16,13 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/tests/lab"
 )
 
 var (
 	built = flag.Bool("built", false, "everything that the node needs stands in the cache already")
-	from  = flag.String("from", "", "`FOLDER` of the older release; empty makes one of today's programs")
+	from  = flag.String("from", "", "`FOLDER` of the older release; empty makes it of the first release's tag, or of today's programs without that")
 )
 
 const (
@@ -154,10 +155,19 @@ func (r *madeRelease) chart() string {
 	return filepath.Join(r.dir, "gpu-agent-"+strings.TrimPrefix(r.version, "v")+".tgz")
 }
 
-// older is the release that is upgraded from.
+// older is the release that is upgraded from: that of the folder, or the first one, as its tag builds it.
 func (b *bench) older() *madeRelease {
 	if *from == "" {
-		return b.make("v0.1.0-rc.1", filepath.Join(b.kit.Cache, "bin"))
+		dir := b.folder("sources")
+		err := b.kit.Sources(b.Context(), lab.FirstRelease, dir)
+		if errors.Is(err, gpu.ErrNotFound) {
+			b.Log("the upgrade is not from a release, but from today's programs: ", err)
+			return b.make("v0.1.0-rc.1", filepath.Join(b.kit.Cache, "bin"))
+		}
+		must(b.T, err)
+		bin := b.folder("bin")
+		must(b.T, b.kit.Run(b.Context(), "make", "--no-print-directory", "-s", "-C", dir, "build", "BIN="+bin, "VERSION="+lab.FirstRelease))
+		return b.makeOf(dir, "localhost", lab.FirstRelease, bin)
 	}
 	archives, err := filepath.Glob(filepath.Join(*from, "gpu-agent-*.oci.tar"))
 	must(b.T, err)
@@ -176,8 +186,13 @@ func (b *bench) make(version, bin string) *madeRelease { return b.makeFor("local
 
 // makeFor makes a release for a registry.
 func (b *bench) makeFor(registry, version, bin string, flags ...string) *madeRelease {
+	return b.makeOf(b.kit.Root, registry, version, bin, flags...)
+}
+
+// makeOf makes a release of the sources in a folder.
+func (b *bench) makeOf(sources, registry, version, bin string, flags ...string) *madeRelease {
 	dir := b.folder(version)
-	must(b.T, b.kit.Run(b.Context(), b.kit.Bin("image"), append([]string{"release", "--out", dir, "--checkout", b.kit.Root, "--version", version,
+	must(b.T, b.kit.Run(b.Context(), b.kit.Bin("image"), append([]string{"release", "--out", dir, "--checkout", sources, "--version", version,
 		"--gpu-agent-repository", registry + "/gpu-agent", "--gpu-placer-repository", registry + "/gpu-placer",
 		"--bin", runtime.GOARCH + "=" + bin, "--cache", filepath.Join(b.kit.Cache, "images", "debian"), "--newer"}, flags...)...))
 	r := b.read(dir, version)

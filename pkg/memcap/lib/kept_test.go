@@ -25,9 +25,10 @@ var keptPages = []struct {
 	asks, waits, peak uint64
 }{{
 	version: "v0.1.0", limit: "GPUCAP02", usage: "GPUUSE05",
-	limits: map[int]uint64{8: 5 << 30, 16: 364 << 20, 24: 250, 96: 77, 104: 1_700_000_000_000_000_000, 112: 64 << 20, 136: 5 << 30, 240: 26},
-	used:   map[int]uint64{8: 77, 64: 3 << 30 / 512, 128: 4, 144: 4 << 30, 224: 6},
-	bytes:  5 << 30, percent: 26, bound: 3 << 30, asks: 4, waits: 6, peak: 4 << 30,
+	limits: map[int]uint64{8: 5 << 30, 16: 364 << 20, 24: 250, 96: 77, 104: 1_700_000_000_000_000_000, 112: 64 << 20,
+		136: 5 << 30, 240: 26},
+	used:  map[int]uint64{8: 77, 64: 3 << 30 / 512, 128: 4, 144: 4 << 30, 224: 6},
+	bytes: 5 << 30, percent: 26, bound: 3 << 30, asks: 4, waits: 6, peak: 4 << 30,
 }}
 
 func TestPagesOfEarlierVersions(t *testing.T) {
@@ -48,7 +49,8 @@ func TestPagesOfEarlierVersions(t *testing.T) {
 			}
 			b := made(v.limit, 4096, v.limits)
 			copy(b[32:], aGPU)
-			limit, usage := filepath.Join(dir, "cap/limits", aKey, string(aGPU)), filepath.Join(dir, "cap/usage", aKey, string(aGPU))
+			limit := filepath.Join(dir, "cap/limits", aKey, string(aGPU))
+			usage := filepath.Join(dir, "cap/usage", aKey, string(aGPU))
 			err = errors.Join(os.MkdirAll(filepath.Dir(limit), 0o755), os.MkdirAll(filepath.Dir(usage), 0o755),
 				os.WriteFile(limit, b, 0o644), os.WriteFile(usage, made(v.usage, 4096+16384*128, v.used), 0o666))
 			if err != nil {
@@ -73,8 +75,9 @@ func TestPagesOfEarlierVersions(t *testing.T) {
 			// stays, and every byte of it.
 			before := inodeOfFile(t, limit)
 			since := time.Unix(0, 1_700_000_000_000_000_000)
-			if err := writeLimit(limit, 250*time.Millisecond, Limit{GPU: aGPU, Bytes: v.bytes, Context: 300 << 20, Code: 64 << 20,
-				Percent: v.percent, Since: since}, 0); err != nil {
+			again := Limit{GPU: aGPU, Bytes: v.bytes, Context: 300 << 20, Code: 64 << 20, Percent: v.percent,
+				Since: since}
+			if err := writeLimit(limit, 250*time.Millisecond, again, 0); err != nil {
 				t.Fatal(err)
 			}
 			after, err := os.ReadFile(limit)
