@@ -91,6 +91,7 @@ var places = map[string]string{
 	"NodeOverlay":                      "/apis/karpenter.sh/v1alpha1/nodeoverlays",
 	"SecurityContextConstraints":       "/apis/security.openshift.io/v1/securitycontextconstraints",
 	"ResourceQuota":                    "/api/v1/namespaces/%s/resourcequotas",
+	"PodDisruptionBudget":              "/apis/policy/v1/namespaces/%s/poddisruptionbudgets",
 	"PersistentVolumeClaim":            "/api/v1/namespaces/%s/persistentvolumeclaims",
 	"HorizontalPodAutoscaler":          "/apis/autoscaling/v2/namespaces/%s/horizontalpodautoscalers",
 	"RayCluster":                       "/apis/ray.io/v1/namespaces/%s/rayclusters",

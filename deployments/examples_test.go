@@ -16,7 +16,7 @@ const frameworksDoc = "../docs/frameworks.md"
 // examples are the manifests for the frameworks that users have.
 func examples(t *testing.T) []string {
 	t.Helper()
-	files, err := filepath.Glob("examples/*")
+	files, err := filepath.Glob("examples/*.yaml")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("there are no examples: %v", err)
 	}

@@ -287,6 +287,10 @@ func stages(cache string, packages []goPackage, files []string, of set) ([]stage
 			commands: []command{run("make", "--no-print-directory", "-s", "plugin", "CACHE="+cache), test(".", "-count=1", limit, "./tests/why", "-built")},
 		},
 		{
+			name: "stories", what: "what users of the field have, by the files and the commands of docs/story-*.md, on real nodes", after: []string{"emulator", "image", "kueue"}, behind: []string{"node tests"}, lane: second, set: whole, again: true, reads: []string{"docs", "deployments"}, lacks: root,
+			commands: []command{test(".", "-count=1", limit, "./tests/stories", "-built")},
+		},
+		{
 			name: "bench", what: "agent and peer do what the benchmark asks, with tiny counts", after: []string{"emulator", "image", "node"}, lane: beside, set: whole, lacks: root,
 			commands: []command{run("go", "run", "./tests/peers/bench", "-smoke")},
 		},
@@ -453,7 +457,7 @@ func goFiles() (files []string, err error) {
 }
 
 // apart are the packages that have a stage of their own.
-var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release", "/tests/why"}
+var apart = []string{"/deployments", "/tests/arm64", "/tests/burst", "/tests/crash", "/tests/crowd", "/tests/drivers", "/tests/e2e", "/tests/fleet", "/tests/foreign", "/tests/liqo", "/tests/memcap", "/tests/page", "/tests/peers", "/tests/queues", "/tests/release", "/tests/stories", "/tests/why"}
 
 // sweeps go through many machines, or all layouts of a card, with what other packages' tests
 // look for races in.
