@@ -189,9 +189,17 @@ func TestSurroundings(t *testing.T) {
 	drm := filepath.Join(n.opts.SysRoot, "module/nvidia_drm")
 	write(filepath.Join(drm, "parameters/modeset"), "Y\n")
 	t.Cleanup(func() { os.RemoveAll(drm) })
-	for pid, name := range map[string]string{"9100": "nvidia-cuda-mps", "910": "nvidia-cuda-mps", "77": "python3", "nvidia": "nvidia-cuda-mps"} {
+	for pid, p := range map[string]struct{ name, command string }{
+		"9100":   {"nvidia-cuda-mps", "/usr/bin/nvidia-cuda-mps-control\x00-d\x00"},
+		"910":    {"nvidia-cuda-mps", "nvidia-cuda-mps-server\x00"},
+		"911":    {"nvidia-cuda-mps", "/usr/bin/nvidia-cuda-mps-control\x00"}, // asks a daemon
+		"912":    {"nvidia-cuda-mps", ""},                                     // has ended
+		"77":     {"python3", "python3\x00-c\x00nvidia-cuda-mps-control\x00"},
+		"nvidia": {"nvidia-cuda-mps", "nvidia-cuda-mps-server\x00"},
+	} {
 		dir := filepath.Join(n.opts.ProcRoot, pid)
-		write(filepath.Join(dir, "comm"), name+"\n")
+		write(filepath.Join(dir, "comm"), p.name+"\n")
+		write(filepath.Join(dir, "cmdline"), p.command)
 		t.Cleanup(func() { os.RemoveAll(dir) })
 	}
 	want := gpu.Surroundings{Modeset: true, MPS: []gpu.Client{{PID: 910, Name: "nvidia-cuda-mps"}, {PID: 9100, Name: "nvidia-cuda-mps"}}}

@@ -193,7 +193,7 @@ func (r *readings) Surroundings() gpu.Surroundings {
 		if err != nil {
 			continue
 		}
-		if c := (gpu.Client{PID: pid, Name: r.nameOf(pid)}); strings.HasPrefix(c.Name, mpsName) {
+		if c := (gpu.Client{PID: pid, Name: r.nameOf(pid)}); strings.HasPrefix(c.Name, mpsName) && r.serves(pid) {
 			s.MPS = append(s.MPS, c)
 		}
 	}
@@ -233,6 +233,19 @@ func mpsDirs(list string) (dirs []string) {
 // mpsName is how the control daemon and the servers of MPS begin the 15 bytes that the kernel keeps
 // of a process's name.
 const mpsName = "nvidia-cuda-mps"
+
+// serves reports whether a process of MPS's name is a daemon or a server. Without an argument the control
+// program asks a daemon, as our own does again and again, and a process that has ended has no command line.
+func (s *session) serves(pid int) bool {
+	f, err := os.Open(filepath.Join(s.opts.ProcRoot, strconv.Itoa(pid), "cmdline"))
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	text, _ := io.ReadAll(io.LimitReader(f, 4<<10))
+	program, _, arguments := strings.Cut(strings.TrimSuffix(string(text), "\x00"), "\x00")
+	return program != "" && (arguments || filepath.Base(program) != "nvidia-cuda-mps-control")
+}
 
 // nameOf returns a process's own name for itself, or "" if it cannot be read.
 func (s *session) nameOf(pid int) string {
