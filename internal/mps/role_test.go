@@ -52,7 +52,7 @@ func role2exit(text string) int {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
-	opts := Options{StateDir: p.State, Driver: p.Driver, Beat: 100 * time.Millisecond, singleUser: p.SingleUser,
+	opts := Options{StateDir: p.State, Driver: p.Driver, Beat: 250 * time.Millisecond, singleUser: p.SingleUser,
 		Siblings: p.Role == "supervisor", Logger: slog.New(slog.NewTextHandler(os.Stderr, nil)), at: p.at}
 	var err error
 	switch p.Role {

@@ -93,7 +93,7 @@ func (w *world) processes(u gpu.UUID) []relative {
 }
 
 func (w *world) options() Options {
-	return Options{StateDir: w.state, Driver: w.driver, Beat: 100 * time.Millisecond, patience: 10 * time.Second,
+	return Options{StateDir: w.state, Driver: w.driver, Beat: 250 * time.Millisecond, patience: 10 * time.Second,
 		singleUser: w.singleUser,
 		Logger:     slog.New(slog.NewTextHandler(w.t.Output(), nil))}
 }

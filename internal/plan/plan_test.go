@@ -544,8 +544,11 @@ func TestTurnsAndMPSNeverMeet(t *testing.T) {
 		inv.GPUs[i].Memory, inv.GPUs[i].Reserved = 81920, 600
 	}
 	in := Input{Inventory: inv, Layouts: map[gpu.UUID]Layout{}, Unit: unit}
-	met := map[string]int{}
-	for step := range 20_000 {
+	met, steps := map[string]int{}, 20_000
+	if testing.Short() {
+		steps = 5_000
+	}
+	for step := range steps {
 		switch rng.IntN(6) {
 		case 0: // a partition
 			in.Wanted = nil

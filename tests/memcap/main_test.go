@@ -20,10 +20,10 @@ import (
 
 	"tags.cncf.io/container-device-interface/specs-go"
 
+	"example.com/gpu-agent/internal/mps/mpstest"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
-	emps "example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/memcap/capsule"
 	"example.com/gpu-agent/tests/memcap/probe"
 )
@@ -35,10 +35,14 @@ var (
 )
 
 func TestMain(m *testing.M) {
-	emps.Main()
+	mpstest.Main()
 	capsule.Main()
 	flag.Parse()
-	os.Exit(m.Run())
+	code := m.Run()
+	if shareBuilt != "" {
+		_ = os.RemoveAll(shareBuilt)
+	}
+	os.Exit(code)
 }
 
 // dice prints the seed and returns what a test throws.

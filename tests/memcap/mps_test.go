@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -19,12 +20,12 @@ import (
 	"tags.cncf.io/container-device-interface/specs-go"
 
 	"example.com/gpu-agent/internal/mps"
+	"example.com/gpu-agent/internal/mps/mpstest"
 	"example.com/gpu-agent/pkg/compute"
 	"example.com/gpu-agent/pkg/gpu"
 	"example.com/gpu-agent/pkg/memcap/lib"
 	"example.com/gpu-agent/tests/emulator"
 	"example.com/gpu-agent/tests/emulator/install"
-	emps "example.com/gpu-agent/tests/emulator/mps"
 	"example.com/gpu-agent/tests/memcap/capsule"
 	"example.com/gpu-agent/tests/memcap/probe"
 )
@@ -86,6 +87,23 @@ int main(int argc, char **argv)
 }
 `
 
+// shareFolder returns the folder of the program, which it builds for all tests. TestMain removes it.
+var shareFolder = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "memcap-share")
+	if err != nil {
+		return "", err
+	}
+	shareBuilt = dir
+	err = errors.Join(os.Chmod(dir, 0o755), os.WriteFile(filepath.Join(dir, "share.c"), []byte(shareProgram), 0o644))
+	if err != nil {
+		return "", err
+	}
+	return dir, probe.GCC(context.Background(), dir, "-O1", "-Wall", "-o", "share", "share.c", "-ldl")
+})
+
+// shareBuilt is the folder if it was made.
+var shareBuilt string
+
 // shareOutcome is what a program says.
 type shareOutcome struct{ init, context, client, sms int }
 
@@ -119,10 +137,9 @@ func newSite(t *testing.T) *site {
 	must(err)
 	t.Cleanup(func() { must(os.RemoveAll(s.state)) })
 	programs := filepath.Join(s.m.Driver, install.Programs)
-	must(errors.Join(emps.Lay(programs, s.rig.state.Driver), emps.Until(programs, os.Getpid())))
-	s.share = t.TempDir()
-	must(os.WriteFile(filepath.Join(s.share, "share.c"), []byte(shareProgram), 0o644))
-	must(probe.GCC(t.Context(), s.share, "-O1", "-Wall", "-o", "share", "share.c", "-ldl"))
+	mpstest.InstallAt(t, programs, s.rig.state.Driver)
+	s.share, err = shareFolder()
+	must(err)
 	s.agent = mps.NewClient(s.state)
 	s.supervise(t)
 	t.Cleanup(func() {
@@ -137,7 +154,7 @@ func newSite(t *testing.T) *site {
 
 func (s *site) options(t *testing.T) mps.Options {
 	return mps.Options{StateDir: s.state, Driver: mps.Driver{Programs: []string{filepath.Join(s.m.Driver, install.Programs)}},
-		Beat: 100 * time.Millisecond, Logger: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))}
+		Logger: slog.New(slog.NewTextHandler(t.Output(), &slog.HandlerOptions{Level: slog.LevelWarn}))}
 }
 
 // supervise runs a supervisor, and waits until the daemon is open and a server stands.
