@@ -161,7 +161,7 @@ func (b bound) spare(it item, others []item) (most, take int, alone bool) {
 // units. Since the agent takes the fullest GPU that fits, x did not fit on the others that were less
 // full before: each had fewer than x free. (Or the agent turned to it with more than the last one had.)
 // Held units can become free at any moment, which changes that order. So this counts for empty GPUs
-// alone, and only while no spot pod has room of the resource: the agent spares that, whatever is fullest.
+// alone. For spot pods it does not count while guaranteed pods lend devices: the agent gives those last.
 func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 	var fit []*space
 	for i := range b.gpus {
@@ -180,7 +180,7 @@ func (b bound) spareUnits(it item, others []item) (most int, alone bool) {
 	if !b.steps.spend(len(fit) * len(fit) * len(sizes)) {
 		return 0, false
 	}
-	lent := b.lent(it.resource)
+	lent := slices.ContainsFunc(b.gpus, func(s space) bool { return s.resource == it.resource && s.lentFree > 0 })
 	least := func(last *space, x int) (sum int) {
 		for _, s := range fit {
 			need := s.free - it.n + 1

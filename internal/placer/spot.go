@@ -16,9 +16,10 @@ import (
 // can have, as if there were no spot pods, and what spot pods can have beside both. What a guaranteed pod takes
 // is taken from both spaces, and what a spot pod takes from the second alone.
 //
-// A guaranteed pod gets room that no spot pod has, where there is any. Otherwise the agent has spot pods yield;
-// which ones the books do not know. So a pod with several containers, or a hold with several seats, may then get
-// other devices than the packing gave them here.
+// A guaranteed pod gets the GPUs that it would get without spot pods, and there room that no spot pod has, if there is
+// any. Otherwise the agent has spot pods yield. For memory units and whole GPUs, all answers to guaranteed pods are
+// therefore as without spot pods. For MIG devices, the agent's choice of places on a GPU goes by the spot pods that
+// have them, and by their age, which the books do not know. So a pod with several requests may get other places there.
 //
 // A spot pod waits while guaranteed pods that compete with it have not reported their devices. It gets no room of
 // the open seats of groups, whose pods are about to come, but that of amounts: those may never be used.
@@ -170,18 +171,6 @@ func idle(gpus []space, i int) int {
 	return gpus[i].free
 }
 
-// lent reports whether spot pods have any device of a resource of guaranteed ones, or are about to get some.
-func (r *room) lent(resource string) bool {
-	spot := piece.InSpot(resource)
-	for i := range r.gpus {
-		s := &r.gpus[i]
-		if s.resource == resource && idle(r.gpus, i) < s.free {
-			return true
-		}
-	}
-	return slices.ContainsFunc(r.pending, func(e *ask) bool { return e.needs[spot] > 0 })
-}
-
 // yields returns how many devices spot pods would lose at least if a pod came.
 func (t *trial) yields(p *Pod) (n int) {
 	for i := range p.Containers {
@@ -194,9 +183,11 @@ func (t *trial) yields(p *Pod) (n int) {
 	return n
 }
 
-// lacksIdle returns how many of the devices of a request spot pods have at least.
+// lacksIdle returns how many of the devices of a request spot pods have at least. Memory units come from the GPU that
+// the pod would get without spot pods.
 func (t *trial) lacksIdle(resource string, n int) int {
 	most, lent := 0, false
+	fullest := -1
 	for i := range t.gpus {
 		s := &t.gpus[i]
 		if s.resource != resource && s.places[resource] == nil {
@@ -206,10 +197,13 @@ func (t *trial) lacksIdle(resource string, n int) int {
 		switch {
 		case s.kind.InMIG():
 			most += len(t.idlePlaces(s, resource))
-		case s.kind.Together():
-			most = max(most, idle(t.gpus, i))
-		default:
+		case !s.kind.Together():
 			most += idle(t.gpus, i)
+		case s.free < n || fullest >= 0 && s.free > t.gpus[fullest].free:
+		case fullest < 0 || s.free < t.gpus[fullest].free:
+			fullest, most = i, idle(t.gpus, i)
+		default:
+			most = max(most, idle(t.gpus, i))
 		}
 	}
 	if !lent {

@@ -79,8 +79,8 @@ func TestWhatEachTierCanHave(t *testing.T) {
 	}
 }
 
-// For guaranteed pods of one container every answer is the same with and without spot pods on the nodes, on the way to
-// them and in holds.
+// For guaranteed pods every answer is the same with and without spot pods on the nodes, on the way to them and in holds: if
+// they ask for memory units, with any containers and beside others on their way, and for one MIG device.
 func TestGuaranteedPodsAreJudgedAsIfAlone(t *testing.T) {
 	_, card := h100(t)
 	told, _ := h100(t)
@@ -135,6 +135,12 @@ func TestGuaranteedPodsAreJudgedAsIfAlone(t *testing.T) {
 			p.Node = []string{"a", "b"}[r.IntN(2)]
 			with.SetPod(p)
 		}
+		for i := range r.IntN(3) * (1 - seed%2) { // guaranteed pods that have not reported
+			p := units(fmt.Sprint("guaranteed-", i), 1+r.IntN(40))
+			p.Node = []string{"a", "b"}[r.IntN(2)]
+			with.SetPod(p)
+			without.SetPod(p)
+		}
 		if seed%3 == 0 {
 			spot, n := spotRequest(r, seed%2 == 1)
 			_, _ = with.Hold("h", "h", []Group{{N: 1, Among: []string{"a", "b"},
@@ -145,12 +151,15 @@ func TestGuaranteedPodsAreJudgedAsIfAlone(t *testing.T) {
 			resource, _ = piece.OfSpot(resource)
 			for _, node := range []string{"a", "b"} {
 				p := asks("p", resource, n)
+				for range r.IntN(3) * (1 - seed%2) {
+					p.Containers = append(p.Containers, Container{Init: r.IntN(4) == 0, Requests: map[string]int{memName: 1 + r.IntN(60)}})
+				}
 				_, one := with.Place(context.Background(), p, []string{node}, start)
 				with.DeletePod("p")
 				_, other := without.Place(context.Background(), p, []string{node}, start)
 				without.DeletePod("p")
 				if (one == nil) != (other == nil) {
-					t.Fatalf("seed %d: %d of %s on %s: %v; without spot pods: %v", seed, n, resource, node, one, other)
+					t.Fatalf("seed %d: %v on %s: %v; without spot pods: %v", seed, p.Containers, node, one, other)
 				}
 			}
 			group := []Group{{N: 1 + r.IntN(2), Among: []string{"a", "b"}, Containers: []Container{{Requests: map[string]int{resource: n}}}}}
@@ -357,37 +366,64 @@ func TestWholeGPUsAndSpot(t *testing.T) {
 	}
 }
 
-// The packing gives a guaranteed pod room that no spot pod has first, on the nodes and on each.
+// The packing gives a guaranteed pod the GPU that it would get without spot pods. There, and among equal GPUs, it gives room
+// that no spot pod has first, and so on the nodes.
 func TestSpotPodsAreSpared(t *testing.T) {
 	b := New()
-	b.SetNode("a", twice(80, [2]piece.Set{nil, numbers(40, 79)}, [2]piece.Set{numbers(0, 19), nil}), true)
-	both := units("p", 30)
-	both.Containers = append(both.Containers, Container{Requests: map[string]int{spotMem: 60}})
-	if err := fits(b, both); err != nil {
-		t.Errorf("30 units fit where 40 are idle, and leave 60 on the other GPU: %v", err)
+	for name, c := range map[string]struct {
+		used             [][2]piece.Set
+		guaranteed, most int
+	}{
+		"the fuller one":    {[][2]piece.Set{{nil, numbers(40, 79)}, {numbers(0, 19), nil}}, 30, 40},
+		"the idle one":      {[][2]piece.Set{{nil, numbers(40, 79)}, {nil, nil}}, 60, 40},
+		"the idle units":    {[][2]piece.Set{{nil, numbers(0, 39)}}, 30, 10},
+		"both are as idle":  {[][2]piece.Set{{nil, numbers(20, 79)}, {nil, numbers(0, 59)}}, 20, 20},
+		"the one that fits": {[][2]piece.Set{{numbers(0, 59), nil}, {nil, numbers(0, 69)}}, 30, 20},
+	} {
+		b.SetNode("a", twice(80, c.used...), true)
+		for n := 1; n <= 80; n++ {
+			both := units("p", c.guaranteed)
+			both.Containers = append(both.Containers, Container{Requests: map[string]int{spotMem: n}})
+			if err := fits(b, both); (err == nil) != (n <= c.most) {
+				t.Errorf("%s: %d units beside %d guaranteed ones, want at most %d: %v", name, n, c.guaranteed, c.most, err)
+			}
+		}
 	}
 	b.SetNode("b", twice(80, [2]piece.Set{nil, nil}), true)
 	b.SetNode("a", twice(80, [2]piece.Set{numbers(0, 19), numbers(40, 79)}), true)
 	if node, err := b.Place(context.Background(), units("p", 60), []string{"a", "b"}, start); err != nil || node != "b" {
 		t.Errorf("on %q, where spot pods lose their room: %v", node, err)
 	}
+	b.DeletePod("p")
+	// The agent of a would give room of spot pods, since that GPU is the fuller one, and another one is idle.
+	b.SetNode("a", twice(80, [2]piece.Set{numbers(0, 39), numbers(40, 79)}, [2]piece.Set{nil, nil}), true)
+	if node, err := b.Place(context.Background(), units("p", 30), []string{"a", "b"}, start); err != nil || node != "b" {
+		t.Errorf("on %q, where spot pods lose their room on the fuller GPU: %v", node, err)
+	}
 }
 
-// While spot pods have room, the agent does not fill GPUs one after the other. So the last of several pods on their way
-// waits until it is known where the others are.
-func TestNoPromiseByTheOrderOfGPUs(t *testing.T) {
+// The agent fills GPUs one after the other, with and without spot pods, so that there is room for a large pod beside some on
+// their way. It does not do so for spot pods while guaranteed ones lend: then the last one waits until it is known where the
+// others are.
+func TestPromiseByTheOrderOfGPUs(t *testing.T) {
 	for name, c := range map[string]struct {
-		spot piece.Set
-		want bool
-	}{"without spot pods": {nil, true}, "with some": {numbers(0, 39), false}} {
+		resource         string
+		used, spot, lent piece.Set
+		want             bool
+	}{
+		"without spot pods": {memName, nil, nil, nil, true},
+		"beside spot pods":  {memName, nil, numbers(0, 39), nil, true},
+		"spot pods":         {spotMem, nil, nil, nil, true},
+		"what is lent":      {spotMem, numbers(0, 39), nil, numbers(0, 39), false},
+	} {
 		b := New()
-		b.SetNode("a", twice(80, [2]piece.Set{nil, nil}, [2]piece.Set{nil, c.spot}), true)
+		b.SetNode("a", lending(twice(80, [2]piece.Set{c.used, c.spot}, [2]piece.Set{nil, nil}), c.lent), true)
 		for _, uid := range []string{"1", "2"} {
-			p := units(uid, 20)
+			p := asks(uid, c.resource, 20)
 			p.Node = "a"
 			b.SetPod(p)
 		}
-		if err := fits(b, units("p", 79)); (err == nil) != c.want {
+		if err := fits(b, asks("p", c.resource, 79)); (err == nil) != c.want {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -5,6 +5,7 @@ package placer
 import (
 	"cmp"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 
@@ -145,14 +146,6 @@ func (t *trial) container(c *Container, resource string, again map[string][]stri
 	return true
 }
 
-// take chooses devices as the agent would, and takes them. Room that spot pods have comes last.
-func (t *trial) take(resource string, n int, must []string) (ids []string, ok bool) {
-	if ids, ok = t.takeOf(resource, n, must, true); !ok && t.lends(resource) {
-		return t.takeOf(resource, n, must, false)
-	}
-	return ids, ok
-}
-
 // lends reports whether a GPU has devices of a guaranteed resource that spot pods may have.
 func (t *trial) lends(resource string) bool {
 	return slices.ContainsFunc(t.gpus, func(s space) bool {
@@ -160,13 +153,17 @@ func (t *trial) lends(resource string) bool {
 	})
 }
 
-// takeOf is take of what is free. If onlyIdle is true, that is not what spot pods have.
-func (t *trial) takeOf(resource string, n int, must []string, onlyIdle bool) (ids []string, ok bool) {
+// take chooses devices as the agent would, and takes them. A guaranteed request gets devices of the GPUs that it would
+// get without spot pods. Among equal GPUs, and on each, those that spot pods have come last.
+func (t *trial) take(resource string, n int, must []string) (ids []string, ok bool) {
 	if t.kinds[resource] == piece.KindPlacement {
-		return t.takePlacements(resource, n, must, onlyIdle)
+		return t.takePlacements(resource, n, must)
 	}
 	if len(must) > 0 {
-		return t.takeBeside(resource, n, must, onlyIdle)
+		if ids, ok = t.takeBeside(resource, n, must, true); !ok && t.lends(resource) {
+			return t.takeBeside(resource, n, must, false)
+		}
+		return ids, ok
 	}
 	// What is free is counted and not listed: a crowd of small pods is tried for each of its pods.
 	var of []timeslice.Free
@@ -174,13 +171,9 @@ func (t *trial) takeOf(resource string, n int, must []string, onlyIdle bool) (id
 	free := 0
 	for i := range t.gpus {
 		s := &t.gpus[i]
-		has := s.free
-		if onlyIdle {
-			has = idle(t.gpus, i)
-		}
-		if s.resource == resource && has > 0 && !(s.single && n > 1) {
-			of, at = append(of, timeslice.Free{GPU: s.uuid, N: has, Rank: s.rank}), append(at, i)
-			free += has
+		if s.resource == resource && s.free > 0 && !(s.single && n > 1) {
+			of, at = append(of, timeslice.Free{GPU: s.uuid, N: s.free, Rank: s.rank}), append(at, i)
+			free += s.free
 		}
 	}
 	if n > free || !t.steps.spend(len(t.gpus)+n) {
@@ -191,6 +184,11 @@ func (t *trial) takeOf(resource string, n int, must []string, onlyIdle bool) (id
 		g := timeslice.Fullest(of, n)
 		if g < 0 {
 			return nil, false
+		}
+		for i := range of {
+			if of[i].N == of[g].N && min(idle(t.gpus, at[i]), n) > min(idle(t.gpus, at[g]), n) {
+				g = i
+			}
 		}
 		ids = t.lowest(ids, at[g], n)
 	case piece.KindReplica:
@@ -328,23 +326,16 @@ func (t *trial) hold(ids ...string) {
 }
 
 // takePlacements chooses MIG devices.
-func (t *trial) takePlacements(resource string, n int, must []string, onlyIdle bool) (ids []string, ok bool) {
+func (t *trial) takePlacements(resource string, n int, must []string) (ids []string, ok bool) {
 	mark := markOf(resource)
 	var offers []mig.Offer
 	var free, given []mig.Place
 	for i := range t.gpus {
 		s := &t.gpus[i]
-		if s.card == nil {
+		if s.card == nil || s.inSpot != (mark != "") {
 			continue
 		}
-		if s.inSpot != (mark != "") {
-			continue
-		}
-		standing, places := s.standing, s.places[resource]
-		if onlyIdle && s.spot != 0 {
-			standing, places = t.gpus[s.spot].standing, t.idlePlaces(s, resource)
-		}
-		o := mig.Offer{GPU: s.uuid, Card: s.card, Pinned: standing, Warm: s.warm, Rank: s.rank}
+		o := mig.Offer{GPU: s.uuid, Card: s.card, Pinned: s.standing, Warm: s.warm, Rank: s.rank}
 		if !s.onDemand {
 			for _, of := range s.places {
 				o.Pinned = slices.Concat(o.Pinned, of)
@@ -352,7 +343,7 @@ func (t *trial) takePlacements(resource string, n int, must []string, onlyIdle b
 			}
 		}
 		offers = append(offers, o)
-		for _, p := range places {
+		for _, p := range s.places[resource] {
 			free = append(free, mig.Place{GPU: s.uuid, Placement: p})
 		}
 		for _, p := range s.standing {
@@ -361,11 +352,19 @@ func (t *trial) takePlacements(resource string, n int, must []string, onlyIdle b
 			}
 		}
 	}
-	left := t.steps.left
-	chosen, err := mig.PreferWithin(&left, offers, free, given, n)
-	t.steps.spend(t.steps.left - left)
+	choose := func(free []mig.Place) ([]mig.Place, error) {
+		left := t.steps.left
+		defer func() { t.steps.spend(t.steps.left - left) }()
+		return mig.PreferWithin(&left, offers, free, given, n)
+	}
+	chosen, err := choose(free)
 	if err != nil {
 		return nil, false
+	}
+	if mark == "" && t.lends(resource) {
+		if spared, err := choose(t.sparing(free, chosen, n == len(given)+1)); err == nil {
+			chosen = spared
+		}
 	}
 	for _, p := range chosen {
 		ids = append(ids, mig.ID(p.GPU, p.Placement)+mark)
@@ -377,6 +376,43 @@ func (t *trial) takePlacements(resource string, n int, must []string, onlyIdle b
 			func(p mig.Placement) bool { return slices.Contains(s.standing, p) })
 	}
 	return ids, true
+}
+
+// sparing returns the free places on the GPUs of those that were chosen. For a request of one place it returns only
+// those that the fewest MIG devices of spot pods overlap. The agent knows besides which pod has them, and since when.
+func (t *trial) sparing(free, chosen []mig.Place, one bool) (out []mig.Place) {
+	least := math.MaxInt
+	for _, p := range free {
+		if !slices.ContainsFunc(chosen, func(c mig.Place) bool { return c.GPU == p.GPU }) {
+			continue
+		}
+		n := 0
+		if one {
+			n = t.overlaps(p)
+		}
+		if n < least {
+			out, least = nil, n
+		}
+		if n == least {
+			out = append(out, p)
+		}
+	}
+	return out
+}
+
+// overlaps returns how many MIG devices of spot pods have room of a place.
+func (t *trial) overlaps(p mig.Place) (n int) {
+	s := &t.gpus[t.at[string(p.GPU)]]
+	if s.spot == 0 {
+		return 0
+	}
+	for _, q := range t.gpus[s.spot].standing {
+		theirs := !slices.Contains(s.standing, q)
+		if theirs && (s.onDemand && !s.card.Fits([]mig.Placement{q}, p.Placement) || !s.onDemand && q == p.Placement) {
+			n++
+		}
+	}
+	return n
 }
 
 // after is what is left of the room once those who are about to have some of it do.
