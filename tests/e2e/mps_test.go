@@ -33,9 +33,10 @@ const (
 	computeExclusive = "exclusive-process"
 )
 
-// TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and their twelve
-// programs are held to them. An upgrade of the agent, and restarts of the agent and of the supervisor under
-// them, by kill -9 and by SIGTERM, end none, and neither the daemon nor its server. When the partition has no MPS any more, nothing of it is left.
+// TestMPS: two pods have a quarter and a half of a GPU's multiprocessors and memory, and their programs,
+// with -long twelve, are held to them. An upgrade of the agent, and restarts of the agent and of the
+// supervisor under them, by kill -9 and by SIGTERM, end none, and neither the daemon nor its server. Then the
+// GPU leaves MPS and comes back, and the agent is taken away.
 func TestMPS(t *testing.T) {
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
@@ -45,7 +46,7 @@ func TestMPS(t *testing.T) {
 
 	pods := map[string]*lab.RunningPod{"quarter": b.tenant("quarter", 20), "half": b.tenant("half", 40)}
 	ceilings := map[string]int{"quarter": 26, "half": 51}
-	const programs = 6 // of each pod
+	programs := count(1, 6) // of each pod
 	probes := map[string]*lab.Probe{}
 	for name, pod := range pods {
 		for i := range programs {
@@ -132,7 +133,19 @@ func TestMPS(t *testing.T) {
 	for _, pod := range pods {
 		b.must(pod.Delete(b.ctx))
 	}
-	b.partitions(oneShared)
+	b.leavesMPS()
+	b.partitions(oneUnderMPS)
+	b.offers(oneSharedOffers)
+	b.computeMode(computeExclusive)
+	b.cleanedOfMPS()
+}
+
+// leavesMPS gives GPU 0 another layout than MPS's. Its MPS server stands without clients, too, and does not
+// keep the layout off. Nothing of MPS is left.
+func (b *bench) leavesMPS() {
+	b.Helper()
+	b.partitions(strings.Replace(oneUnderMPS, "mode: shared\n      compute: mps", "mode: mig\n      geometry: {1g.10gb: 7}", 1))
+	b.offers(map[string]int{lab.MIG("1g.10gb"): 7})
 	b.state("applied")
 	b.computeMode(computeDefault)
 	b.must(lab.Await(b.ctx, 30*time.Second, "nothing of MPS to be left", func(context.Context) error {
@@ -169,13 +182,10 @@ func (b *bench) computeMode(want string) {
 	}))
 }
 
-// TestMPSCleanup: an agent that is taken away leaves the compute mode, the daemons and their directories,
-// and the cleanup puts all of them back. It refuses while the daemons' pod runs.
-func TestMPSCleanup(t *testing.T) {
-	b := begin(t, oneShared, oneSharedOffers)
-	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
-	b.offers(oneSharedOffers)
-	b.computeMode(computeExclusive)
+// cleanedOfMPS takes the agent away from a GPU under MPS. The agent leaves the compute mode, the daemons and
+// their directories, and the cleanup puts all of them back. It refuses while the daemons' pod runs.
+func (b *bench) cleanedOfMPS() {
+	b.Helper()
 	b.must(agent.Uninstall(b.ctx))
 	b.must(lab.Await(b.ctx, waitLong, "the cleanup to refuse", func(ctx context.Context) error {
 		clean, says, err := agent.Uninstalled(ctx)
@@ -189,20 +199,4 @@ func TestMPSCleanup(t *testing.T) {
 	b.cleanedUp()
 	b.computeMode(computeDefault)
 	b.must(agent.EndUninstall(b.ctx))
-}
-
-// TestMPSToMIG: a GPU leaves MPS for another layout. Its MPS server, which is there without clients, too, is
-// in nobody's way.
-func TestMPSToMIG(t *testing.T) {
-	b := begin(t, oneShared, oneSharedOffers)
-	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
-	b.offers(oneSharedOffers)
-	b.computeMode(computeExclusive)
-	b.partitions(strings.Replace(oneUnderMPS, "mode: shared\n      compute: mps", "mode: mig\n      geometry: {1g.10gb: 7}", 1))
-	b.offers(map[string]int{lab.MIG("1g.10gb"): 7})
-	b.state("applied")
-	b.computeMode(computeDefault)
-	b.partitions(oneUnderMPS)
-	b.offers(oneSharedOffers)
-	b.computeMode(computeExclusive)
 }
