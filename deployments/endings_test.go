@@ -35,11 +35,13 @@ func (s *apiServer) tryEndings(t *testing.T) {
 		return made.Metadata.UID
 	}
 	create("/api/v1/namespaces", fields{"apiVersion": "v1", "kind": "Namespace", "metadata": fields{"name": "endings"}})
-	create("/api/v1/namespaces/endings/serviceaccounts", fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}})
+	create("/api/v1/namespaces/endings/serviceaccounts",
+		fields{"apiVersion": "v1", "kind": "ServiceAccount", "metadata": fields{"name": "default"}})
 	uids := map[string]string{}
 	for name, node := range map[string]string{"first": "node-1", "second": "node-1", "third": "node-1", "other": "node-2"} {
-		uids[name] = create(pods, fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name}, "spec": fields{"nodeName": node,
-			"automountServiceAccountToken": false, "containers": []fields{{"name": "main", "image": "none"}}}})
+		spec := fields{"nodeName": node,
+			"automountServiceAccountToken": false, "containers": []fields{{"name": "main", "image": "none"}}}
+		uids[name] = create(pods, fields{"apiVersion": "v1", "kind": "Pod", "metadata": fields{"name": name}, "spec": spec})
 	}
 	remove := func(name string, grace int) {
 		t.Helper()

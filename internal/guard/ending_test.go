@@ -34,19 +34,22 @@ func TestPodEnds(t *testing.T) {
 		detached, not uint64
 	}{
 		{"in time", func(p *ended) { p.ends(30) }, []string{"28s detach [10 11]"}, 2, 0},
-		{"a second deletion leaves less", func(p *ended) { p.ends(30); p.ends(40); p.ends(5) }, []string{"3s detach [10 11]"}, 2, 0},
+		{"a second deletion leaves less", func(p *ended) { p.ends(30); p.ends(40); p.ends(5) },
+			[]string{"3s detach [10 11]"}, 2, 0},
 		{"less than two seconds", func(p *ended) { p.ends(1) }, []string{"0s detach [10 11]"}, 2, 0},
 		{"the time is over", func(p *ended) { p.ends(-60) }, []string{"0s detach [10 11]"}, 2, 0},
 		{"ends by itself", func(p *ended) { p.ends(30); p.sleep(5); p.leave(); p.gone() }, nil, 0, 0},
-		{"forced, without a grace period", func(p *ended) { p.sleep(5); p.gone() }, []string{"5s detach [10 11]"}, 2, 0},
-		{"forced, within the grace period", func(p *ended) { p.ends(30); p.sleep(5); p.gone() }, []string{"5s detach [10 11]"}, 2, 0},
+		{"forced, without a grace period", func(p *ended) { p.sleep(5); p.gone() },
+			[]string{"5s detach [10 11]"}, 2, 0},
+		{"forced, within the grace period", func(p *ended) { p.ends(30); p.sleep(5); p.gone() },
+			[]string{"5s detach [10 11]"}, 2, 0},
 		{"a program begins anew", func(p *ended) { p.ends(30); p.sleep(29.2); p.client(12) },
 			[]string{"28s detach [10 11]", "29.5s detach [12]"}, 3, 0},
-		{"the clients are not known yet", func(p *ended) { p.hide(); p.ends(-1); p.sleep(1.2); p.client(10); p.client(11) },
+		{"not known yet", func(p *ended) { p.hide(); p.ends(-1); p.sleep(1.2); p.client(10); p.client(11) },
 			[]string{"1.5s detach [10 11]"}, 2, 0},
 		{"evicted, too, later", func(p *ended) { p.ends(30); p.evicted(31) }, []string{"28s detach [10 11]"}, 2, 0},
 		{"evicted, too, earlier", func(p *ended) { p.evicted(30); p.ends(31) }, []string{"28s detach [10 11]"}, 2, 0},
-		{"forced, a client has just begun", func(p *ended) { p.hide(); p.sleep(5); p.gone(); p.sleep(0.2); p.client(10) },
+		{"forced at a start", func(p *ended) { p.hide(); p.sleep(5); p.gone(); p.sleep(0.2); p.client(10) },
 			[]string{"5.5s detach [10]"}, 1, 0},
 		{"the daemon is silent", func(p *ended) { p.mute(); p.ends(3); p.sleep(1.2); p.gone() },
 			[]string{"1s timeout [10 11]"}, 0, 2},
@@ -57,7 +60,8 @@ func TestPodEnds(t *testing.T) {
 				w := newWorld()
 				w.container("a", []int{10, 11, 12}, gib, gpu0)
 				w.container("b", []int{20}, gib, gpu0)
-				g := New(Options{Log: discard()}, Worlds{Driver: w, Allocations: w, Proc: w, Runtime: w, Pages: w, Observer: w, Shares: s})
+				g := New(Options{Log: discard()},
+					Worlds{Driver: w, Allocations: w, Proc: w, Runtime: w, Pages: w, Observer: w, Shares: s})
 				began, ctx := time.Now(), t.Context()
 				s.mark = func() string { return time.Since(began).String() + " " }
 				c.do(&ended{g, s, ctx, began})

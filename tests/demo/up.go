@@ -23,6 +23,8 @@ const (
 	gpuModel    = "H100-80GB"
 	gpuCount    = 8
 	unitsPerGPU = 79
+	// multiprocessors are those of each GPU.
+	multiprocessors = 132
 
 	largeProfile, smallProfile = "3g.40gb", "1g.10gb"
 )
@@ -71,7 +73,7 @@ func up(ctx context.Context) (err error) {
 	}{
 		{"Start a Kubernetes node in namespaces of its own", d.startNode},
 		{fmt.Sprintf("Lay down an emulated NVIDIA driver with %d GPUs of type %s", gpuCount, gpuModel), d.layDriver},
-		{"Deploy the agent as its DaemonSet: deployments/base with components/dra", d.deploy},
+		{"Deploy the agent as its DaemonSet: deployments/base with components/dra and mps", d.deploy},
 		{"Two pods ask for 24 GiB of GPU memory each: both land on one GPU", d.twoPods},
 		{"A third pod asks for 100 GiB, more than any GPU has: it is refused", d.refusal},
 		{"A spot pod has what is free, is parked for a guaranteed pod, and goes on", d.park},
@@ -80,6 +82,7 @@ func up(ctx context.Context) (err error) {
 		{"Two pods ask for MIG instances, which are made when they start", d.instances},
 		{"gpu-agent status", d.status},
 		{"Dynamic resource allocation: a GPU is whole, then cut, then shared, as pods ask", d.dynamic},
+		{"Two pods have a quarter and a half of a GPU: of its memory, and of its multiprocessors", d.share},
 		{"The pod that README shows, and kubectl gpu", d.readme},
 	} {
 		if err := d.step(part.title, func() error { return part.do(ctx) }); err != nil {
@@ -113,7 +116,7 @@ func (d *demo) layDriver(ctx context.Context) (err error) {
 }
 
 func (d *demo) deploy(ctx context.Context) (err error) {
-	d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Components: []string{"dra"}, Partitions: allShared,
+	d.agent, err = d.node.Deploy(ctx, lab.DeployOptions{Components: []string{"dra", "mps"}, Partitions: allShared,
 		Env: map[string]string{"GPU_AGENT_PARK_MEMORY": fmt.Sprintf("%dGiB", parkMemory)}})
 	if err != nil {
 		return err
@@ -258,12 +261,6 @@ const parkMemory, parkedTakes = 8, 4
 
 // park lets a guaranteed pod take the room of a spot pod, and give it back.
 func (d *demo) park(ctx context.Context) error {
-	var others []int
-	for _, g := range d.driver.GPUs {
-		if g.Index != d.shared.Index {
-			others = append(others, g.Index)
-		}
-	}
 	file := fmt.Sprintf(`version: v1
 partitions:
   default:
@@ -272,7 +269,7 @@ partitions:
       spot: true
     - devices: %s
       mode: off
-`, d.shared.Index, list(others))
+`, d.shared.Index, list(d.without(d.shared.Index)))
 	d.say("%s", file)
 	if err := d.agent.SetPartitions(ctx, file); err != nil {
 		return err
@@ -482,12 +479,6 @@ func (d *demo) dynamic(ctx context.Context) error {
 	if err := d.node.DeletePods(ctx); err != nil {
 		return err
 	}
-	var others []int
-	for _, g := range d.driver.GPUs {
-		if g.Index != d.sliced {
-			others = append(others, g.Index)
-		}
-	}
 	file := fmt.Sprintf(`version: v1
 partitions:
   default:
@@ -496,7 +487,7 @@ partitions:
       api: dra
     - devices: %s
       mode: off
-`, d.sliced, list(others))
+`, d.sliced, list(d.without(d.sliced)))
 	d.say("%s", file)
 	if err := d.agent.SetPartitions(ctx, file); err != nil {
 		return err
@@ -573,6 +564,116 @@ func runs(s lab.PodState) error {
 		return errors.New("it does not run yet")
 	}
 	return nil
+}
+
+// share lets two pods compute on one GPU at the same time, each with a part of its multiprocessors (SMs).
+func (d *demo) share(ctx context.Context) error {
+	if err := errors.Join(d.node.DeletePods(ctx), d.node.DeleteClaims(ctx)); err != nil {
+		return err
+	}
+	file := fmt.Sprintf(`version: v1
+partitions:
+  default:
+    - devices: [%d]
+      mode: shared
+      compute: mps
+    - devices: %s
+      mode: off
+`, d.shared.Index, list(d.without(d.shared.Index)))
+	d.say("%s", file)
+	if err := d.agent.SetPartitions(ctx, file); err != nil {
+		return err
+	}
+	if err := d.node.AwaitAllocatable(ctx, map[string]int{lab.Memory: unitsPerGPU}); err != nil {
+		return err
+	}
+	d.say("without \"compute: mps\" containers take turns, and each has the whole GPU in its turn; with it they run at the")
+	d.say("same time, each below a ceiling that follows from its memory")
+	ceilings := map[string]int{}
+	for _, pod := range []struct {
+		name         string
+		gib, ceiling int
+	}{{"quarter", 19, 25}, {"half", 39, 50}} {
+		ceilings[pod.name] = pod.ceiling
+		k, err := d.computes(ctx, pod.name, pod.gib)
+		if k != nil {
+			defer k.Close()
+		}
+		if err != nil {
+			return err
+		}
+	}
+	err := d.agent.AwaitStatus(ctx, 30*time.Second, "both to be held to their shares", func(s lab.Status) error {
+		held := 0
+		for _, c := range s.Containers {
+			if c.Compute.Guarantee == "ceiling" && c.Compute.Ceiling == ceilings[c.Pod] {
+				held++
+			}
+		}
+		if held != len(ceilings) {
+			return fmt.Errorf("%d of %d are: %v", held, len(ceilings), s.Containers)
+		}
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	out, err := d.agent.Command(ctx, "status")
+	if err != nil {
+		return err
+	}
+	_, table, found := strings.Cut(string(out), "share of the compute")
+	if !found {
+		return fmt.Errorf("gpu-agent status does not say how the shares are held:\n%s", out)
+	}
+	table, _, _ = strings.Cut(table, "\n\n")
+	d.say("gpu-agent status says how each is held, by what it sees of their processes:")
+	d.say("  share of the compute%s", strings.ReplaceAll(table, "\n", "\n  "))
+	return nil
+}
+
+// computes starts a pod with a share of a GPU, and a program in it. It says what the program has.
+func (d *demo) computes(ctx context.Context, name string, gib int) (*lab.Probe, error) {
+	mount, err := lab.ProbeMount(ctx)
+	if err != nil {
+		return nil, err
+	}
+	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
+		Resources: map[string]int{lab.Memory: gib}, Mounts: []lab.Mount{mount}}}})
+	if err == nil {
+		err = pod.Running(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	k, err := pod.Probe(ctx, "", nil)
+	if err != nil {
+		return nil, err
+	}
+	memory, err := k.Ask("info")
+	if err != nil {
+		return k, err
+	}
+	sms, err := k.Ask("sms")
+	if err == nil && (memory.Bytes("total") != uint64(gib)<<30 || sms.Result() != lab.Success) {
+		err = fmt.Errorf("a program in pod %s has %s and %s", name, memory, sms)
+	}
+	if err != nil {
+		return k, err
+	}
+	d.say("pod %-8s (%s: %d): a program in it has %2d GiB of %d, and CUDA tells it of %2d multiprocessors of %d",
+		name, lab.Memory, gib, gib, unitsPerGPU, sms.Bytes("count"), multiprocessors)
+	return k, nil
+}
+
+// without returns the indexes of all GPUs but one.
+func (d *demo) without(index int) (others []int) {
+	for _, g := range d.driver.GPUs {
+		if g.Index != index {
+			others = append(others, g.Index)
+		}
+	}
+	return others
 }
 
 // tooLarge is a pod to ask about.

@@ -200,3 +200,70 @@ func (b *bench) cleanedOfMPS() {
 	b.computeMode(computeDefault)
 	b.must(agent.EndUninstall(b.ctx))
 }
+
+// TestMPSEnds: a program that computes until the kubelet kills it ends its neighbour's work. With the component
+// mps-detach its neighbour goes on, after a forced deletion, too.
+func TestMPSEnds(t *testing.T) {
+	b := begin(t, oneShared, oneSharedOffers)
+	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
+	b.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		if err := node.RemoveComponent(ctx, "mps-detach"); err != nil {
+			b.Error(err)
+		}
+	})
+	b.offers(oneSharedOffers)
+	b.state("applied")
+	for _, c := range []struct {
+		name   string
+		deploy bool // with the component, from now on
+		end    func(*lab.RunningPod) error
+		hurt   bool
+	}{
+		{"without", false, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, true},
+		{"deleted", true, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, false},
+		{"forced", false, func(p *lab.RunningPod) error { return p.ForceDelete(b.ctx) }, false},
+	} {
+		if c.deploy {
+			var err error
+			agent, err = deploy(b.ctx, lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps", "mps-detach"}})
+			b.must(err)
+		}
+		b.computeMode(computeExclusive)
+		before, err := agent.Metrics(b.ctx)
+		b.must(err)
+		neighbour := b.tenant(c.name+"-neighbour", 20)
+		container := b.container("main", map[string]int{lab.Memory: 20})
+		container.Then = lab.Deaf
+		ends := b.create(lab.Pod{Name: c.name + "-ends", Grace: 6 * time.Second, Containers: []lab.Container{container}})
+		b.must(ends.Running(b.ctx))
+		theirs, own := b.probe(neighbour, "main", nil), b.probe(ends, "main", nil)
+		b.take(theirs, chunk, 1)
+		b.take(own, chunk, 1)
+		computes, err := ends.Processes(b.ctx, "main", lab.ProbeProgram)
+		b.must(err)
+		if len(computes) != 1 {
+			b.Fatalf("pod %s has the programs %v, want one", ends, computes)
+		}
+		b.must(driver.KeepBusy(b.ctx, 0, computes[0], 100))
+		b.must(c.end(ends))
+		_, _, err = node.End(b.ctx, time.Minute, computes[0])
+		b.must(err)
+		a := b.ask(theirs, "take cuMemAlloc_v2 %d 1", chunk)
+		if hurt := a.Result() != lab.Success; hurt != c.hurt {
+			b.Errorf("%s: the neighbour says %s after the end; want that it is hurt: %v", c.name, a, c.hurt)
+		}
+		after, err := agent.Metrics(b.ctx)
+		b.must(err)
+		const detached = `gpu_agent_mps_detaches_total{outcome="detached"}`
+		if n := after[detached] - before[detached]; (n == 0) != c.hurt || n > 1 {
+			b.Errorf("%s: %v clients were detached, want one only with the component", c.name, n)
+		}
+		_ = theirs.Close()
+		_ = own.Close()
+		b.must(neighbour.Delete(b.ctx))
+		b.must(ends.Gone(b.ctx))
+		b.must(neighbour.Gone(b.ctx))
+	}
+}

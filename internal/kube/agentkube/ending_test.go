@@ -98,8 +98,8 @@ func TestWatchEndings(t *testing.T) {
 func TestWatchEndingsRefused(t *testing.T) {
 	s := newServer(t)
 	s.Set(func() { s.Forbidden = map[string]bool{"list pods": true} })
-	s.Put("pods", "work", "ends", map[string]any{"spec": map[string]any{"nodeName": "node-1"}, "metadata": map[string]any{"uid": "u",
-		"deletionTimestamp": "2026-05-04T03:02:01Z", "deletionGracePeriodSeconds": 30}})
+	s.Put("pods", "work", "ends", map[string]any{"spec": map[string]any{"nodeName": "node-1"}, "metadata": map[string]any{
+		"uid": "u", "deletionTimestamp": "2026-05-04T03:02:01Z", "deletionGracePeriodSeconds": 30}})
 	failed := make(chan string, 1000)
 	c, j := connect(t, s, func(o *Options) {
 		o.Refused = func(request string, err error) { t.Errorf("refused %s: %v", request, err) }

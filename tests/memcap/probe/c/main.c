@@ -9,6 +9,7 @@
  *     mark SEED                      words into all that cuMemAlloc_v2 has given; marked words=... result=...
  *     check SEED                     whether they are there; checked words=... wrong=... result=...
  *     info                           info result=... free=... total=... device-total=...
+ *     sms                            multiprocessors count=... result=... (by the library that the name finds)
  *     lookup NAME                    lookup name=... found=... result=... (calls it)
  *     cuda, nvml                     a line for each GPU, then end
  *     calls                          a line for each call, then end
@@ -126,6 +127,20 @@ static void info(const struct team *t)
     if (!what && (r = cu.cuDeviceTotalMem_v2(&device_total, seat.device)) != CUDA_SUCCESS)
         what = "cuDeviceTotalMem_v2";
     printf("info result=%d free=%zu total=%zu device-total=%zu failure=%s\n", r, unused, total, device_total, what ? what : "");
+}
+
+static void multiprocessors(const struct team *t)
+{
+    CUresult r;
+    const char *what = ready(t, &r);
+    int count = 0;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    CUresult (*attribute)(int *, int, CUdevice) = library ? (CUresult(*)(int *, int, CUdevice))dlsym(library, "cuDeviceGetAttribute") : NULL;
+    if (!what && !attribute)
+        what = "cuDeviceGetAttribute", r = ABSENT;
+    if (!what && (r = attribute(&count, 16 /* MULTIPROCESSOR_COUNT */, seat.device)) != CUDA_SUCCESS)
+        what = "cuDeviceGetAttribute";
+    printf("multiprocessors count=%d result=%d failure=%s\n", count, r, what ? what : "");
 }
 
 static void lookup(const char *name)
@@ -294,6 +309,8 @@ int main(int argc, char **argv)
             contents(strtoull(name, NULL, 10), *verb == 'c');
         else if (!strcmp(verb, "info"))
             info(&team);
+        else if (!strcmp(verb, "sms"))
+            multiprocessors(&team);
         else if (!strcmp(verb, "lookup") && n == 2)
             lookup(name);
         else if (!strcmp(verb, "cuda")) {
