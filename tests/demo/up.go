@@ -628,7 +628,7 @@ partitions:
 	}
 	table, _, _ = strings.Cut(table, "\n\n")
 	d.say("gpu-agent status says how each is held, by what it sees of their processes:")
-	d.say("  share of the compute%s", strings.ReplaceAll(table, "\n", "\n  "))
+	d.say("  share of the compute%s", strings.ReplaceAll(strings.TrimRight(table, "\n"), "\n", "\n  "))
 	return nil
 }
 
