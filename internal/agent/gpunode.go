@@ -73,6 +73,9 @@ func (at *scene) spot(g *gpunode.GPU) *gpunode.Spot {
 	stay := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
 		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || a.Yield.Asked() })}
 	out.Used, out.UsedPlacements = stay.used(u, layout.Kind), stay.usedPlacements(u)
+	yield := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
+		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || !a.Yield.Asked() })}
+	out.Yielding, out.YieldingPlacements = yield.used(u, layout.Kind), yield.usedPlacements(u)
 	lend := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
 		func(a ledger.Allocation) bool { return !a.Free(ledger.Spot) })}
 	out.Lent = lend.used(u, layout.Kind)

@@ -51,6 +51,9 @@ func says(s *gpunode.Status) string {
 		if s := g.Spot; s != nil {
 			used, _ := s.Used.MarshalText()
 			fmt.Fprintf(&b, " spot used [%s]%v free %d/%d largest %d", used, s.UsedPlacements, s.Free, s.Total, s.Largest)
+			if yielding, _ := s.Yielding.MarshalText(); len(yielding) > 0 || s.YieldingPlacements != nil {
+				fmt.Fprintf(&b, " yielding [%s]%v", yielding, s.YieldingPlacements)
+			}
 			if lent, _ := s.Lent.MarshalText(); len(lent) > 0 {
 				fmt.Fprintf(&b, " lent [%s]", lent)
 			}
@@ -147,11 +150,23 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 				b.t.Fatal(err)
 			}
 		}, want: []string{
-			`0 whole device-plugin whole used [0] free 0/1 largest 0 spot used [][] free 0/1 largest 0`,
+			`0 whole device-plugin whole used [0] free 0/1 largest 0 spot used [][] free 0/1 largest 0 yielding [0][]`,
 			`1 whole device-plugin whole used [] free 1/1 largest 1 spot used [][] free 1/1 largest 1`,
 			`gpu free 1/2 largest 1`,
 			`gpu.spot free 1/2 largest 1`,
 			`2 whole | gpu 1/2, gpu.spot 1/2 | gpu 1, gpu.spot 1 | 50%`,
+		}},
+		"spot units taken over": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: shared, spot: true}\n", do: func(b *bench) {
+			b.hold("s", memResource+".spot", string(uuid(1))+"::1", string(uuid(1))+"::2")
+			if _, err := b.source(memResource).Allocate([]string{string(uuid(1)) + "::0", string(uuid(1)) + "::1"}); err != nil {
+				b.t.Fatal(err)
+			}
+		}, want: []string{
+			`0 shared device-plugin units by api used [] free 4/4 largest 4 spot used [][] free 4/4 largest 4`,
+			`1 shared device-plugin units by api used [0-1] free 2/4 largest 2 spot used [][] free 1/4 largest 1 yielding [1-2][]`,
+			`gpu-mem free 6/8 largest 4`,
+			`gpu-mem.spot free 5/8 largest 4`,
+			`2 shared | gpu-mem 6/8, gpu-mem.spot 5/8 | gpu-mem 4, gpu-mem.spot 4 | 25%`,
 		}},
 		"spot on demand": {file: migFile("mode: mig\n      spot: true", "mode: mig\n      geometry: {3g.40gb: 2}\n      spot: true"), mig: true, do: func(b *bench) {
 			b.hold("s", small+".spot", migID(0, "1g.10gb@1"))

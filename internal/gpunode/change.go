@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"slices"
 	"time"
+
+	"example.com/gpu-agent/internal/piece"
 )
 
 // Change is how much two objects differ. It decides how soon the newer one is written.
@@ -65,14 +67,27 @@ func (s *Status) frees(before *Status) bool {
 		case was.MIG != nil && is.MIG != nil &&
 			slices.ContainsFunc(was.MIG.Used, func(p string) bool { return !slices.Contains(is.MIG.Used, p) }):
 			return true
-		case was.Spot != nil && is.Spot != nil && (!was.Spot.Used.Within(is.Spot.Used) ||
-			slices.ContainsFunc(was.Spot.UsedPlacements, func(p string) bool {
-				return !slices.Contains(is.Spot.UsedPlacements, p)
-			})):
+		case was.Spot != nil && is.Spot != nil && was.Spot.frees(is.Spot):
 			return true
 		}
 	}
 	return false
+}
+
+// frees reports whether a device that a spot pod had is now free for guaranteed pods, or for others.
+func (s *Spot) frees(is *Spot) bool {
+	gone := func(was, is []string) bool {
+		return slices.ContainsFunc(was, func(p string) bool { return !slices.Contains(is, p) })
+	}
+	return !s.Used.Within(is.Used) || gone(s.UsedPlacements, is.UsedPlacements) || !s.Yielding.Within(is.had()) ||
+		gone(s.YieldingPlacements, slices.Concat(is.UsedPlacements, is.YieldingPlacements))
+}
+
+// had returns the numbers of the devices that spot pods have or give back.
+func (s *Spot) had() piece.Set {
+	numbers := slices.AppendSeq(slices.Collect(s.Used.All()), s.Yielding.All())
+	slices.Sort(numbers)
+	return piece.SetOf(slices.Compact(numbers))
 }
 
 // keep sets the times at which conditions last changed.
@@ -105,6 +120,7 @@ func (s *Status) lasting() Status {
 		g := &out.GPUs[i]
 		g.Used, g.Free, g.Largest, g.Conditions = nil, 0, 0, lasting(g.Conditions)
 		g.ComputeGuarantee = "" // it changes when a container's first process comes
+		g.Namespaces = 0
 		if g.MIG != nil {
 			m := *g.MIG
 			m.Used, m.Warm, m.Largest, m.Offers = nil, nil, "", lastingOffers(m.Offers)

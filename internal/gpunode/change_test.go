@@ -43,6 +43,19 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 		s.Sum()
 		return s
 	}
+	yields := func(used, yielding string) *gpunode.Status {
+		s := spot(used, 79)
+		s.GPUs[0].Spot.Yielding = set(yielding)
+		return s
+	}
+	placed := func(used, yielding []string) *gpunode.Status {
+		return &gpunode.Status{GPUs: []gpunode.GPU{{UUID: "a", Spot: &gpunode.Spot{UsedPlacements: used, YieldingPlacements: yielding}}}}
+	}
+	mixed := func(namespaces int) *gpunode.Status {
+		s := through("none")
+		s.GPUs[0].Namespaces = namespaces
+		return s
+	}
 	for name, c := range map[string]struct {
 		before, now *gpunode.Status
 		want        gpunode.Change
@@ -60,6 +73,13 @@ func TestWhatIsFreeAgainIsNews(t *testing.T) {
 		"a spot pod less":           {spot("20-29", 79), spot("", 79), gpunode.News},
 		"spot pods may have less":   {spot("", 79), spot("", 40), gpunode.News},
 		"spot pods may have some":   {units("0-9", ""), spot("", 79), gpunode.News},
+		"a spot pod yields":         {yields("20-29", ""), yields("", "20-29"), gpunode.News},
+		"it has its room again":     {yields("", "20-29"), yields("20-29", ""), gpunode.Occupancy},
+		"it has gone":               {yields("", "20-29"), yields("", ""), gpunode.News},
+		"another one yields, too":   {yields("", "20-29"), yields("", "10-29"), gpunode.Occupancy},
+		"an instance's pod is back": {placed(nil, []string{"1g.10gb@0"}), placed([]string{"1g.10gb@0"}, nil), gpunode.Occupancy},
+		"an instance's pod is gone": {placed(nil, []string{"1g.10gb@0"}), placed(nil, nil), gpunode.News},
+		"another namespace comes":   {mixed(1), mixed(2), gpunode.Occupancy},
 		"an instance less":          {instances("1g.10gb@0", "1g.10gb@1"), instances("1g.10gb@1"), gpunode.News},
 	} {
 		if got := c.now.Since(c.before, time.Now()); got != c.want {

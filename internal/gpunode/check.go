@@ -53,8 +53,8 @@ func (s *Status) Check() error {
 		used += g.Used.Len()
 		most := g.Used.Most()
 		if g.Spot != nil {
-			inSpot += g.Spot.Used.Len() + g.Spot.Lent.Len()
-			most = max(most, g.Spot.Used.Most(), g.Spot.Lent.Most())
+			inSpot += g.Spot.Used.Len() + g.Spot.Lent.Len() + g.Spot.Yielding.Len()
+			most = max(most, g.Spot.Used.Most(), g.Spot.Lent.Most(), g.Spot.Yielding.Most())
 		}
 		for j := range g.Holders {
 			named += g.Holders[j].Devices.Len()
@@ -67,7 +67,7 @@ func (s *Status) Check() error {
 	for _, sum := range []struct {
 		what     string
 		is, most int
-	}{{"total", listed, timeslice.MaxListed}, {"used", used, timeslice.MaxListed}, {"spot.used and .lent", inSpot, 2 * timeslice.MaxListed}, {"holders", named, mostHeld}} {
+	}{{"total", listed, timeslice.MaxListed}, {"used", used, timeslice.MaxListed}, {"spot.used, .lent and .yielding", inSpot, 3 * timeslice.MaxListed}, {"holders", named, mostHeld}} {
 		if sum.is > sum.most {
 			return refuse("gpus[]."+sum.what, "%d devices in all, and a node has at most %d", sum.is, sum.most)
 		}

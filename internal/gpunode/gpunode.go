@@ -188,6 +188,12 @@ type Spot struct {
 	// place. What a spot pod is to give back is in neither.
 	Used           piece.Set `json:"used,omitempty" max:"30000"`
 	UsedPlacements []string  `json:"usedPlacements,omitempty" max:"512" each:"64"`
+	// Yielding has the numbers of the devices that spot pods are to give back, or have given back: their containers
+	// are parked, or do not start. YieldingPlacements are such MIG devices, sorted by place. Guaranteed pods can be
+	// given these without that a spot pod loses more. No other spot pod can: they are the same pods' again once no
+	// guaranteed pod wants them.
+	Yielding           piece.Set `json:"yielding,omitempty" max:"30000"`
+	YieldingPlacements []string  `json:"yieldingPlacements,omitempty" max:"512" each:"64"`
 	// Lent has the numbers of devices that guaranteed pods have and lend: spot pods can be given these, too.
 	Lent piece.Set `json:"lent,omitempty" max:"30000"`
 	// Free is the number of devices that may be given to spot pods now, and Largest how many of these one

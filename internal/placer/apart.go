@@ -253,8 +253,8 @@ func (b *Books) tenants(node string) map[string]map[string]bool {
 }
 
 // tenants returns the namespaces that have, or may get, shares of a node's MPS GPUs, by the guaranteed resource of the
-// GPU. Each resource of such a GPU has a set, which may be empty. A pod that has not reported may get a share of any GPU
-// with a resource that it asks for.
+// GPU. Each resource of such a GPU has a set, which may be empty. A pod that has not reported may get a share of any
+// GPU with a resource that it asks for.
 func (n *node) tenants(r *room) map[string]map[string]bool {
 	out := map[string]map[string]bool{}
 	for i := range r.gpus {

@@ -104,6 +104,11 @@ type space struct {
 	// that no spot pod has.
 	lent     map[int]bool
 	lentFree int
+	// yielding has the numbers there of devices that spot pods are to give back or have given back, and yieldingFree
+	// counts those of them that no guaranteed pod has. yieldingPlaces are such MIG devices.
+	yielding       map[int]bool
+	yieldingFree   int
+	yieldingPlaces []mig.Placement
 	// mps is true if the GPU is shared through MPS, and single if it has replicas then: a container with one of them
 	// has no other one.
 	mps, single bool
@@ -273,7 +278,10 @@ func (n *node) used() map[string]bool {
 		for number := range g.Spot.Used.All() {
 			out[SpotDevice(s.id(number))] = true
 		}
-		for _, place := range g.Spot.UsedPlacements {
+		for number := range g.Spot.Yielding.All() {
+			out[SpotDevice(s.id(number))] = true
+		}
+		for _, place := range slices.Concat(g.Spot.UsedPlacements, g.Spot.YieldingPlacements) {
 			out[SpotDevice(g.UUID+"::"+place)] = true
 		}
 	}
@@ -406,8 +414,17 @@ func (r *room) hold(id string) {
 	case second != 0:
 		of = append(of, second)
 	}
+	took := false // from the space of guaranteed pods
 	for _, i := range of {
 		s := &r.gpus[i]
+		take := func(number int) {
+			before := s.free
+			if s.holdNumber(number, bySpot); !s.inSpot {
+				took = s.free < before
+			} else if took {
+				s.yielded(number)
+			}
+		}
 		switch {
 		case s.kind == piece.KindPlacement:
 			if s.card == nil {
@@ -417,10 +434,10 @@ func (r *room) hold(id string) {
 				s.holdPlacement(p)
 			}
 		case !pieced:
-			s.holdNumber(0, bySpot)
+			take(0)
 		default:
 			if _, number, err := timeslice.ParseID(device); err == nil {
-				s.holdNumber(number, bySpot)
+				take(number)
 			}
 		}
 	}

@@ -79,6 +79,11 @@ func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]b
 			s.holdNumber(number, true)
 		}
 	}
+	for number := range g.Spot.Yielding.All() {
+		if number < s.total && !gone[s.id(number)] {
+			s.yield(number, !of.held[number])
+		}
+	}
 	s.free = min(s.unheld, s.most)
 	if !of.kind.InMIG() {
 		return s
@@ -91,8 +96,15 @@ func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]b
 			freed[p] = true
 		}
 	}
-	for _, text := range g.Spot.UsedPlacements {
-		if p, ok := s.read(text); ok && !gone[SpotDevice(mig.ID(s.uuid, p))] && !slices.Contains(s.standing, p) {
+	for i, text := range slices.Concat(g.Spot.UsedPlacements, g.Spot.YieldingPlacements) {
+		p, ok := s.read(text)
+		if !ok || gone[SpotDevice(mig.ID(s.uuid, p))] {
+			continue
+		}
+		if i >= len(g.Spot.UsedPlacements) {
+			s.yieldingPlaces = append(s.yieldingPlaces, p)
+		}
+		if !slices.Contains(s.standing, p) {
 			s.standing = append(s.standing, p)
 		}
 	}
@@ -154,6 +166,35 @@ func (s *space) holdNumber(number int, bySpot bool) {
 	s.free = min(s.unheld, s.most)
 }
 
+// yield notes that a spot pod is to give a device back, or has done so. No other spot pod can be given it, but it is none
+// of the most that spot pods may have. free is true if no guaranteed pod has it.
+func (s *space) yield(number int, free bool) {
+	if s.yielding == nil {
+		s.yielding = map[int]bool{}
+	}
+	if s.yielding[number] {
+		return
+	}
+	s.yielding[number] = true
+	if free {
+		s.yieldingFree++
+	}
+	if s.lent[number] && !s.held[number] {
+		s.lentFree--
+	}
+	if !s.held[number] {
+		s.held[number] = true
+		s.unheld--
+	}
+}
+
+// yielded notes that a guaranteed pod gets a device that may be one that a spot pod gives back.
+func (s *space) yielded(number int) {
+	if s.yielding[number] {
+		s.yieldingFree--
+	}
+}
+
 // holdPlacement notes that a MIG device is held.
 func (s *space) holdPlacement(p mig.Placement) {
 	if !slices.Contains(s.standing, p) {
@@ -163,10 +204,10 @@ func (s *space) holdPlacement(p mig.Placement) {
 	}
 }
 
-// idle returns how many of a GPU's free devices no spot pod has.
+// idle returns how many of a GPU's free devices no spot pod has. What one is to give back counts as idle.
 func idle(gpus []space, i int) int {
 	if s := &gpus[i]; s.spot != 0 && !s.inSpot {
-		return gpus[s.spot].unheld - gpus[s.spot].lentFree
+		return gpus[s.spot].unheld - gpus[s.spot].lentFree + gpus[s.spot].yieldingFree
 	}
 	return gpus[i].free
 }
@@ -218,8 +259,17 @@ func (t *trial) idlePlaces(s *space, resource string) []mig.Placement {
 	if s.spot == 0 || s.inSpot {
 		return places
 	}
-	beside := t.gpus[s.spot].standing
+	beside := t.gpus[s.spot].keeping()
 	return slices.DeleteFunc(slices.Clone(places), func(p mig.Placement) bool {
 		return s.onDemand && !s.card.Fits(beside, p) || !s.onDemand && slices.Contains(beside, p)
 	})
+}
+
+// keeping returns the MIG devices that stand there without those that spot pods are to give back.
+func (s *space) keeping() []mig.Placement {
+	if len(s.yieldingPlaces) == 0 {
+		return s.standing
+	}
+	return slices.DeleteFunc(slices.Clone(s.standing),
+		func(p mig.Placement) bool { return slices.Contains(s.yieldingPlaces, p) })
 }

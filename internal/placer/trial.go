@@ -232,12 +232,17 @@ func (t *trial) lowest(ids []string, gpu, n int) []string {
 // lowestOverSpot is lowest of a GPU whose room is offered to spot pods, too.
 func (t *trial) lowestOverSpot(ids []string, gpu, n int) []string {
 	s, theirs := &t.gpus[gpu], &t.gpus[t.gpus[gpu].spot]
-	for _, over := range []bool{false, true} {
+	for _, free := range []func(int) bool{
+		func(number int) bool { return !theirs.held[number] },
+		func(number int) bool { return theirs.yielding[number] },
+		func(int) bool { return true },
+	} {
 		for number := 0; number < s.total && n > 0; number++ {
 			t.steps.spend(1)
-			if !s.held[number] && (over || !theirs.held[number]) {
+			if !s.held[number] && free(number) {
 				s.holdNumber(number, false)
 				theirs.holdNumber(number, false)
+				theirs.yielded(number)
 				ids, n = append(ids, s.id(number)), n-1
 			}
 		}
@@ -406,7 +411,7 @@ func (t *trial) overlaps(p mig.Place) (n int) {
 	if s.spot == 0 {
 		return 0
 	}
-	for _, q := range t.gpus[s.spot].standing {
+	for _, q := range t.gpus[s.spot].keeping() {
 		theirs := !slices.Contains(s.standing, q)
 		if theirs && (s.onDemand && !s.card.Fits([]mig.Placement{q}, p.Placement) || !s.onDemand && q == p.Placement) {
 			n++
