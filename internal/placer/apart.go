@@ -53,6 +53,8 @@ type sizes struct {
 const (
 	// mostSizes bounds how many sizes are told apart. Beyond that, a pod may ask for any.
 	mostSizes = 64
+	// mostNames is of how many resources sizes are remembered that no pod asks for any longer.
+	mostNames = 256
 	// rememberedFor is how long a size counts after the last pod that asked for it.
 	rememberedFor = 24 * time.Hour
 )
@@ -78,6 +80,9 @@ func (a asked) add(of *ask, sign int, now time.Time) {
 	for _, name := range of.names {
 		s := a[name]
 		if s == nil {
+			if len(a)%mostNames == mostNames-1 { // pods may ask for resources that no node has
+				maps.DeleteFunc(a, func(_ string, s *sizes) bool { return len(s.of) == 0 })
+			}
 			s = &sizes{of: map[int]int{}, gone: map[int]time.Time{}}
 			a[name] = s
 		}

@@ -444,3 +444,20 @@ func TestSizesOfPlaces(t *testing.T) {
 		}
 	}
 }
+
+// Pods that ask for resources that no node has, and go, leave little behind.
+func TestNamesOfPlacesAreBounded(t *testing.T) {
+	b := New()
+	b.KeepApart()
+	for i := range 10 * mostNames {
+		b.SetPod(asks("o", fmt.Sprint("example.com/", i), 1))
+	}
+	if len(b.asked) > mostNames {
+		t.Errorf("sizes of %d resources are remembered", len(b.asked))
+	}
+	b.SetPod(asks("o", memName, 1))
+	b.DeletePod("o")
+	if s := b.asked[memName]; s == nil || len(s.of) != 0 || len(s.gone) != 1 {
+		t.Errorf("of a pod that has gone, %+v is remembered", s)
+	}
+}
