@@ -147,12 +147,13 @@ func fullGPUNode(t *testing.T) *gpunode.Status {
 	out := &gpunode.Status{
 		MemoryUnitMiB: 1024, HoldersIn: gpunode.InObject, Conditions: []gpunode.Condition{condition(gpunode.Ready, gpunode.True)},
 		GPUs: []gpunode.GPU{{
-			UUID: "GPU-a", Index: 1, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Guarantee: "api", Compute: gpunode.Through, ComputeGuarantee: "ceiling", Cordoned: true,
+			UUID: "GPU-a", Index: 1, Model: "M", MemoryMiB: 81920, Mode: "shared", API: "device-plugin", Guarantee: "api", Compute: gpunode.Through, ComputeGuarantee: "ceiling", Namespaces: 2, Cordoned: true,
 			Conditions: []gpunode.Condition{condition(gpunode.Healthy, gpunode.True), condition(gpunode.Available, gpunode.False)},
 			Resource:   "example.com/gpu-mem", Kind: piece.KindUnits, Total: 79, Used: piece.SetOf([]int{0, 1, 2, 9}), Free: 75, Largest: 75,
 			MIG: &gpunode.MIG{Card: "c", OnDemand: true, Used: []string{"1g.10gb@0"}, Blocked: []string{"1g.10gb@1"}, Warm: []string{"3g.40gb@4"},
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
-			Spot: &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: 40, Used: piece.SetOf([]int{3}), UsedPlacements: []string{"1g.10gb@2"}, Lent: piece.SetOf([]int{9}), Free: 38, Largest: 38,
+			Spot: &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: 40, Used: piece.SetOf([]int{3}), UsedPlacements: []string{"1g.10gb@2"}, Lent: piece.SetOf([]int{9}),
+				Yielding: piece.SetOf([]int{5}), YieldingPlacements: []string{"1g.10gb@3"}, Free: 38, Largest: 38,
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb.spot", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
 			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "example.com/gpu-mem", Devices: piece.SetOf([]int{0, 9}), Placements: []string{"3g.40gb@4"}, ComputePercent: 26}},
 		}},

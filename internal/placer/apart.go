@@ -194,9 +194,10 @@ func (b *Books) costs(p *ask, all choices, first int) []int {
 		switch alike := c.spoilt == best.spoilt && c.left == best.left; {
 		case c.yields > best.yields:
 			out[i] = dear
-		case single && b.replicas(c.node, p.names[0]):
+		case single && b.all(c.node, p.names[0], func(s *space) bool { return s.single }):
 			// Each replica through MPS is one place.
-		case single && multiples && c.spoilt < noRemnant && best.spoilt < noRemnant:
+		case single && multiples && c.spoilt < noRemnant && best.spoilt < noRemnant &&
+			b.all(c.node, p.names[0], func(s *space) bool { return s.kind.Together() }):
 			if of.several > 0 && c.left > best.left {
 				out[i] = dear // the emptier node may be the one that has room for several requests
 				continue
@@ -213,11 +214,19 @@ func (b *Books) costs(p *ask, all choices, first int) []int {
 	return out
 }
 
-// replicas reports whether all GPUs of a node that have a resource have replicas of it through MPS.
-func (b *Books) replicas(node, resource string) bool {
-	r := b.room(node)
-	return r.kinds[resource] == piece.KindReplica &&
-		!slices.ContainsFunc(r.gpus, func(s space) bool { return s.resource == resource && !s.single })
+// all reports whether a node has GPUs with a resource, and something holds for each of them.
+func (b *Books) all(node, resource string, holds func(*space) bool) bool {
+	has := false
+	gpus := b.room(node).gpus
+	for i := range gpus {
+		if s := &gpus[i]; s.resource != resource {
+			continue
+		} else if !holds(s) {
+			return false
+		}
+		has = true
+	}
+	return has
 }
 
 // company returns whom a pod of a namespace would share a node's MPS GPUs with.

@@ -445,6 +445,24 @@ func TestSizesOfPlaces(t *testing.T) {
 	}
 }
 
+// Replicas whose pods take turns may be several of one container, which needs several GPUs. So for such a node, a pod does not
+// leave a fuller one.
+func TestReplicasInTurnsAreNoPlaces(t *testing.T) {
+	for turns, want := range map[bool]string{true: "node-00", false: "node-01"} {
+		w := newTenants(t, piece.KindReplica, 2, 2, 4, true)
+		for _, d := range w.machines["node-01"].gpus {
+			d.single, d.mps = !turns, !turns
+		}
+		w.books.SetNode("node-01", w.machines["node-01"].says(), true)
+		w.names = []string{"node-00"}
+		w.come(asks("x", repName, 1).in("x"))
+		w.names = []string{"node-00", "node-01"}
+		if got := w.come(asks("y", repName, 1).in("y")); got != want {
+			t.Errorf("beside a node whose pods take turns (%v), the pod is on %q, want %q", turns, got, want)
+		}
+	}
+}
+
 // Pods that ask for resources that no node has, and go, leave little behind.
 func TestNamesOfPlacesAreBounded(t *testing.T) {
 	b := New()
