@@ -155,28 +155,62 @@ func (p *programs) annotationsOf(context.Context) (map[string]map[string]string,
 	return maps.Clone(p.annotations), p.silent
 }
 
-// lending is a node of one GPU with a notebook that has three of its four units, and a spot job.
+// lentKind is what a notebook has and lends.
+type lentKind struct {
+	name, entry string // entry is that of the partition, without spot and lend
+	mig         bool
+	resource    string
+	ids         []string
+}
+
+var (
+	lentShare = lentKind{"shares", "mode: shared", false, memResource,
+		[]string{string(uuid(0)) + "::0", string(uuid(0)) + "::1", string(uuid(0)) + "::2"}}
+	lentKinds = []lentKind{lentShare,
+		{"whole GPUs", "mode: whole", false, "example.com/gpu", []string{string(uuid(0))}},
+		{"MIG on demand", "mode: mig", true, "example.com/mig-3g.40gb", []string{string(uuid(0)) + "::3g.40gb@4"}},
+		{"fixed MIG", "mode: mig, geometry: {3g.40gb: 2}", true, "example.com/mig-3g.40gb", []string{string(uuid(0)) + "::3g.40gb@4"}},
+	}
+)
+
+// lend and keep return the partition with which holders lend, and do not.
+func (k *lentKind) lend() string {
+	return "version: v1\npartitions:\n  default:\n    - {devices: all, spot: true, lend: {after: 15m}, " + k.entry + "}\n"
+}
+func (k *lentKind) keep() string {
+	return "version: v1\npartitions:\n  default:\n    - {devices: all, spot: true, " + k.entry + "}\n"
+}
+
+// lendingNode is a node of one GPU with a notebook that has a part of it, and a spot job.
 type lendingNode struct {
 	*bench
 	*programs
 	t             *testing.T
+	kind          *lentKind
+	spot          string // the resource of the job
 	units         []string
 	notebook, job string // keys
 }
 
-func newLending(t *testing.T) *lendingNode { return newLendingWith(t, func(*outside) {}) }
+func newLending(t *testing.T, k *lentKind) *lendingNode {
+	return newLendingWith(t, k, func(*outside) {})
+}
 
 // newLendingWith changes the outside first.
-func newLendingWith(t *testing.T, change func(*outside)) *lendingNode {
+func newLendingWith(t *testing.T, k *lentKind, change func(*outside)) *lendingNode {
 	o := newOutside(1)
+	if k.mig {
+		o = migMachine(1, 0)
+	}
 	o.memory = newMemory()
 	change(o)
 	o.programs = newPrograms(t, o)
-	units := []string{string(uuid(0)) + "::0", string(uuid(0)) + "::1", string(uuid(0)) + "::2"}
-	n := &lendingNode{programs: o.programs, t: t, units: units, notebook: cdi.Key(memResource, units), job: cdi.Key(spotResource, units)}
+	spot := k.resource + ".spot"
+	n := &lendingNode{programs: o.programs, t: t, kind: k, spot: spot, units: k.ids, notebook: cdi.Key(k.resource, k.ids), job: cdi.Key(spot, k.ids)}
 	n.annotations["uid-notebook"] = map[string]string{"kubernetes.io/config.source": "api"}
-	n.bench = start(t, o, t.TempDir(), allLend)
-	n.hold("notebook", memResource, units...)
+	n.bench = start(t, o, t.TempDir(), k.lend())
+	time.Sleep(5 * time.Second) // a fixed geometry is made
+	n.hold("notebook", k.resource, k.ids...)
 	return n
 }
 
@@ -249,8 +283,13 @@ func (n *lendingNode) lends() string {
 
 func inLending(t *testing.T, f func(n *lendingNode)) {
 	t.Helper()
+	inLendingOf(t, &lentShare, f)
+}
+
+func inLendingOf(t *testing.T, k *lentKind, f func(n *lendingNode)) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		n := newLending(t)
+		n := newLending(t, k)
 		defer func() { n.bench.end() }()
 		f(n)
 	})
@@ -283,7 +322,7 @@ func TestIdleRoomIsLent(t *testing.T) {
 		if got, words := listed(n.front.Offer(), spotResource), n.lends(); got != "0.0 0.1 0.2 0.3" || words != lendingWords {
 			t.Errorf("spot pods may have %s, and the status says %q", got, words)
 		}
-		n.hold("job", spotResource, n.units...)
+		n.hold("job", n.spot, n.units...)
 		n.pass(time.Hour)
 		if !n.lent() || !n.held() || n.yields() {
 			t.Fatalf("after an hour of the job: %s", n)
@@ -321,17 +360,17 @@ func TestIdleRoomIsLent(t *testing.T) {
 // job's container waits until the room is lent again.
 func TestLentRoomIsTakenBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		n := newLendingWith(t, func(o *outside) {
+		n := newLendingWith(t, &lentShare, func(o *outside) {
 			o.yields = &yields{o: o, grace: testGrace, asks: map[string]func(){}}
 		})
 		defer func() { n.bench.end() }()
 		for range 3 {
 			n.until("lent", time.Hour, n.lent)
 			if s, known := n.ledger.Get(n.job); !known {
-				n.hold("job", spotResource, n.units...)
+				n.hold("job", n.spot, n.units...)
 			} else if s.Yield.Asked() {
 				t.Fatalf("lent again, and it yields still: %s", n)
-			} else if err := n.source(spotResource).Prepare(t.Context(), n.units); err != nil {
+			} else if err := n.source(n.spot).Prepare(t.Context(), n.units); err != nil {
 				t.Fatal(err)
 			} else {
 				n.with(func() { delete(n.outside.ended, "jobc"); n.made[n.job] = time.Now() })
@@ -355,10 +394,11 @@ func TestLentRoomIsTakenBack(t *testing.T) {
 // held as long as the job has the room, goes on when it has not, and the job yields only to a process.
 func TestLendingOverRestarts(t *testing.T) {
 	const steps = 7
-	for step := range steps {
+	for of := range steps * len(lentKinds) {
+		step, k := of%steps, &lentKinds[of/steps]
 		for _, away := range []bool{false, true} {
-			t.Run(fmt.Sprintf("step %d, comes while it is away %v", step, away), func(t *testing.T) {
-				inLending(t, func(n *lendingNode) {
+			t.Run(fmt.Sprintf("%s, step %d, comes while it is away %v", k.name, step, away), func(t *testing.T) {
+				inLendingOf(t, k, func(n *lendingNode) {
 					came := false
 					come := func() {
 						if !came {
@@ -375,7 +415,7 @@ func TestLendingOverRestarts(t *testing.T) {
 							come()
 						}
 						time.Sleep(10 * time.Second)
-						n.bench = start(t, n.outside, n.dir, allLend)
+						n.bench = start(t, n.outside, n.dir, n.kind.lend())
 						if n.held() && len(n.holdings) > 1 && !came && !n.lent() {
 							t.Errorf("the job runs and the notebook waits, and it is not known to lend: %s", n)
 						}
@@ -392,7 +432,7 @@ func TestLendingOverRestarts(t *testing.T) {
 					}
 					if !came {
 						n.until("lent", time.Hour, n.lent)
-						if _, err := n.source(spotResource).Allocate(n.units); err != nil {
+						if _, err := n.source(n.spot).Allocate(n.units); err != nil {
 							t.Fatal(err)
 						}
 						n.pass(time.Second)
@@ -400,12 +440,12 @@ func TestLendingOverRestarts(t *testing.T) {
 					}
 					_, taken := n.ledger.Get(n.job)
 					if taken && !came {
-						if err := n.source(spotResource).Prepare(t.Context(), n.units); err != nil {
+						if err := n.source(n.spot).Prepare(t.Context(), n.units); err != nil {
 							t.Fatal(err)
 						}
 						n.with(func() {
 							n.made[n.job] = time.Now().Add(time.Nanosecond)
-							n.holdings = append(n.holdings, node.Holding{Namespace: "ns", Pod: "job", Container: "c", Resource: spotResource, IDs: n.units})
+							n.holdings = append(n.holdings, node.Holding{Namespace: "ns", Pod: "job", Container: "c", Resource: n.spot, IDs: n.units})
 						})
 						n.pass(time.Second)
 						restart(4)
@@ -494,7 +534,7 @@ func TestLendingEnds(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			inLending(t, func(n *lendingNode) {
 				n.until("lent", time.Hour, n.lent)
-				n.hold("job", spotResource, n.units...)
+				n.hold("job", n.spot, n.units...)
 				n.pass(time.Minute)
 				if n.yields() {
 					t.Fatalf("before: %s", n)
@@ -523,7 +563,7 @@ func TestLendingEnds(t *testing.T) {
 func TestLentWhileTheDriverHangs(t *testing.T) {
 	inLending(t, func(n *lendingNode) {
 		n.until("lent", time.Hour, n.lent)
-		n.hold("job", spotResource, n.units...)
+		n.hold("job", n.spot, n.units...)
 		n.programs.with(func() { n.stale = time.Now() })
 		n.pass(time.Hour)
 		if !n.lent() || n.yields() {
@@ -562,13 +602,13 @@ func TestComesBeforeItIsLent(t *testing.T) {
 func TestLentToAJobThatIsForgotten(t *testing.T) {
 	inLending(t, func(n *lendingNode) {
 		n.until("lent", time.Hour, n.lent)
-		n.hold("job", spotResource, n.units...)
+		n.hold("job", n.spot, n.units...)
 		n.bench.end()
 		delete(n.memory.files, n.job)
 		n.memory.allocations = slices.DeleteFunc(n.memory.allocations, func(a state.Allocation) bool { return a.Key == n.job })
 		n.with(func() { n.runtimeErr, n.checkpointErr, n.deaf = errors.New("no answer"), errors.New("no file"), true })
 		n.come(n.notebook)
-		n.bench = start(t, n.outside, n.dir, allLend)
+		n.bench = start(t, n.outside, n.dir, n.kind.lend())
 		for range 60 {
 			n.pass(time.Second)
 			if n.isOn() || !n.held() {
@@ -585,7 +625,7 @@ func TestLentToAJobThatIsForgotten(t *testing.T) {
 // tryJob starts a spot job in the notebook's room if the agent permits it.
 func (n *lendingNode) tryJob() (runs bool) {
 	n.t.Helper()
-	src := n.source(spotResource)
+	src := n.source(n.spot)
 	if _, err := src.Allocate(n.units); err != nil {
 		return false
 	}
@@ -596,7 +636,7 @@ func (n *lendingNode) tryJob() (runs bool) {
 	}
 	n.with(func() {
 		n.made[n.job] = time.Now().Add(time.Nanosecond)
-		n.holdings = append(n.holdings, node.Holding{Namespace: "ns", Pod: "job", Container: "c", Resource: spotResource, IDs: n.units})
+		n.holdings = append(n.holdings, node.Holding{Namespace: "ns", Pod: "job", Container: "c", Resource: n.spot, IDs: n.units})
 	})
 	if n.isOn() {
 		n.t.Errorf("the job starts while a process of the notebook is on the GPU: %s", n)
@@ -604,16 +644,58 @@ func (n *lendingNode) tryJob() (runs bool) {
 	return true
 }
 
+// tryOthers asks for other placements in the notebook's room: they would take its instance away.
+func (n *lendingNode) tryOthers() {
+	n.t.Helper()
+	if !n.kind.mig {
+		return
+	}
+	for _, other := range []string{"1g.10gb@4", "2g.20gb@4", "1g.10gb@6", "7g.80gb@0"} {
+		profile, _, _ := strings.Cut(other, "@")
+		id := []string{string(uuid(0)) + "::" + other}
+		if listed(n.front.Offer(), "example.com/mig-"+profile+".spot") == "" {
+			continue // a fixed geometry has none
+		}
+		if _, err := n.source("example.com/mig-" + profile + ".spot").Allocate(id); err == nil {
+			n.t.Fatalf("a spot pod is given %s over the notebook's instance: %s", other, n)
+		}
+	}
+}
+
+// sameInstance makes sure that the notebook's instance is the one that it began with: nothing destroys it while the
+// notebook lends it.
+func (n *lendingNode) sameInstance() {
+	if !n.kind.mig {
+		return
+	}
+	n.outside.with(func() {
+		for _, op := range n.ops {
+			if strings.Contains(op, "destroy") {
+				n.t.Errorf("an instance is destroyed: %v", n.ops)
+			}
+		}
+	})
+}
+
 // Random histories of a notebook, a job in its room, a partition that lends or does not, and an agent that is restarted:
 // no process of the notebook and container of the job have the room at once, and each process that comes gets onto the
 // GPU when the job has ended.
 func TestLendingWalk(t *testing.T) {
+	for i := range lentKinds {
+		t.Run(lentKinds[i].name, func(t *testing.T) { walkLending(t, &lentKinds[i], rand.New(rand.NewPCG(44, 4))) })
+	}
+}
+
+func walkLending(t *testing.T, k *lentKind, rng *rand.Rand) {
 	const after = time.Minute // the least; the watchdog looks each second of virtual time
-	lends := strings.Replace(allLend, "15m", after.String(), 1)
-	rng := rand.New(rand.NewPCG(44, 4))
+	lends := strings.Replace(k.lend(), "15m", after.String(), 1)
 	met := map[string]int{}
-	for range max(3, *stormSteps/1000) {
-		inLending(t, func(n *lendingNode) {
+	rounds := max(4, *stormSteps/1000)
+	if k.resource != memResource {
+		rounds = max(4, rounds/4)
+	}
+	for range rounds {
+		inLendingOf(t, k, func(n *lendingNode) {
 			file, job := lends, false
 			n.SetFile("p.yaml", []byte(file))
 			wants := func() (wants bool) {
@@ -637,6 +719,7 @@ func TestLendingWalk(t *testing.T) {
 						n.leave(n.notebook)
 					}
 				case 6, 7:
+					n.tryOthers()
 					if !job {
 						if job = n.tryJob(); job {
 							what = "job runs"
@@ -649,7 +732,7 @@ func TestLendingWalk(t *testing.T) {
 					}
 				case 9:
 					if rng.IntN(2) == 0 {
-						file = map[string]string{lends: allSpot, allSpot: lends}[file]
+						file = map[string]string{lends: k.keep(), k.keep(): lends}[file]
 						n.SetFile("p.yaml", []byte(file))
 						break
 					}
@@ -664,6 +747,7 @@ func TestLendingWalk(t *testing.T) {
 						what = "restart while held"
 					}
 				}
+				n.sameInstance()
 				met[what]++
 				n.pass(time.Duration(rng.IntN(2000)) * time.Millisecond)
 				if t.Failed() {
@@ -691,11 +775,11 @@ func TestLendingWalk(t *testing.T) {
 func TestNextHolderOfLentRoom(t *testing.T) {
 	inLending(t, func(n *lendingNode) {
 		n.until("lent", time.Hour, n.lent)
-		n.hold("job", spotResource, n.units...)
+		n.hold("job", n.spot, n.units...)
 		n.with(func() {
 			n.holdings = slices.DeleteFunc(n.holdings, func(h node.Holding) bool { return h.Pod == "notebook" })
 		})
-		if _, err := n.source(memResource).Allocate(n.units); err != nil {
+		if _, err := n.source(n.kind.resource).Allocate(n.units); err != nil {
 			t.Fatal(err)
 		}
 		if n.lent() || !n.yields() {
