@@ -58,6 +58,7 @@ type pages struct {
 	fitErr    error // Fit has no libraries at all
 	notices   map[string]time.Time
 	control   map[string]uint64
+	waits     map[string]bool // what was written last of an allocation
 }
 
 func (p *pages) Notice(key string) (string, error) {
@@ -100,7 +101,7 @@ func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, er
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.limits == nil {
-		p.percent = map[string]int{}
+		p.percent, p.waits = map[string]int{}, map[string]bool{}
 		p.limits, p.since, p.spoilt = map[string]map[gpu.UUID]uint64{}, map[string]time.Time{}, map[string]bool{}
 	}
 	delete(p.spoilt, key)
@@ -110,6 +111,7 @@ func (p *pages) Write(key string, limits []lib.Limit) (map[gpu.UUID]lib.Page, er
 	}
 	for _, l := range limits {
 		p.limits[key][l.GPU], p.since[key] = l.Bytes, l.Since
+		p.waits[key] = l.Waits
 		p.percent[key] = max(p.percent[key], l.Percent)
 		page := lib.Page{Limit: "/limits/" + key + "/" + string(l.GPU)}
 		if l.Bytes != lib.None {

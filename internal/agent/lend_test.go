@@ -49,7 +49,9 @@ type programs struct {
 	unsure, off bool
 	stale       time.Time
 	broken      error // of pages
-	came, back  time.Time
+	// pageless: its container has no page on which it says that it waits.
+	pageless   bool
+	came, back time.Time
 }
 
 func newPrograms(t *testing.T, o *outside) *programs {
@@ -130,6 +132,9 @@ func (p *programs) Newcomers(key string) (int, error) {
 func (p *programs) Waits(key string) (uint64, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.pageless {
+		return 0, gpu.ErrNotFound
+	}
 	return p.waits[key], p.broken
 }
 
@@ -494,6 +499,7 @@ func TestNoIdleness(t *testing.T) {
 			n.annotations["uid-notebook"]["example.com/gpu.lend"] = strings.Repeat("sometimes ", 1000)
 		}, `it lends nothing: its pod says example.com/gpu.lend: "sometimes sometimes sometimes sometimes ", and only "never" is known`},
 		"the partition lends nothing": {func(n *lendingNode) { n.SetFile("p.yaml", []byte(allSpot)) }, ""},
+		"it was created before":       {func(n *lendingNode) { n.pageless = true }, pagelessWords},
 		"pages cannot be written":     {func(n *lendingNode) { n.broken = gpu.ErrInvalid }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -518,6 +524,38 @@ func TestNoIdleness(t *testing.T) {
 					t.Errorf("the status says %q, want %q", got, c.words)
 				}
 			})
+		})
+	}
+}
+
+// A holder that may lend is given a page on which it says that a process waits. Nobody else is.
+func TestPageOfALender(t *testing.T) {
+	for i := range lentKinds {
+		inLendingOf(t, &lentKinds[i], func(n *lendingNode) {
+			says := func(key string) bool {
+				n.caps.mu.Lock()
+				defer n.caps.mu.Unlock()
+				return n.caps.waits[key]
+			}
+			n.until("lent", time.Hour, n.lent)
+			n.hold("job", n.spot, n.units...)
+			if !says(n.notebook) || says(n.job) {
+				t.Errorf("%s: the notebook has one: %v, the job: %v", n.kind.name, says(n.notebook), says(n.job))
+			}
+		})
+		synctest.Test(t, func(t *testing.T) {
+			k := &lentKinds[i]
+			o := newOutside(1)
+			if k.mig {
+				o = migMachine(1, 0)
+			}
+			o.memory = newMemory()
+			b := start(t, o, t.TempDir(), k.keep())
+			defer b.end()
+			time.Sleep(5 * time.Second)
+			if b.hold("a", k.resource, k.ids...); b.caps.waits[cdi.Key(k.resource, k.ids)] {
+				t.Errorf("%s: one has a page that lends nothing", k.name)
+			}
 		})
 	}
 }

@@ -12,8 +12,10 @@ import (
 	"testing"
 	"time"
 
+	"example.com/gpu-agent/internal/piece"
 	"example.com/gpu-agent/internal/workload"
 	"example.com/gpu-agent/pkg/gpu"
+	"example.com/gpu-agent/pkg/mig"
 )
 
 func spotOf(id string, grants []Grant) Request {
@@ -487,5 +489,101 @@ func TestTiersWalk(t *testing.T) {
 	}
 	if l.Spots() > len(ids) {
 		t.Errorf("%d spot allocations are counted", l.Spots())
+	}
+}
+
+// halves is a card with profiles of several sizes.
+func halves(t *testing.T) *mig.Card {
+	t.Helper()
+	at := func(size int, starts ...int) (out []gpu.Placement) {
+		for _, s := range starts {
+			out = append(out, gpu.Placement{Start: s, Size: size})
+		}
+		return out
+	}
+	c, err := mig.NewCard(&gpu.MIG{Capable: true, Enabled: true, Profiles: []gpu.Profile{
+		{Name: "1g.10gb", ID: 19, Slices: 1, Max: 7, Placements: at(1, 0, 1, 2, 3, 4, 5, 6)},
+		{Name: "2g.20gb", ID: 14, Slices: 2, Max: 3, Placements: at(2, 0, 2, 4)},
+		{Name: "3g.40gb", ID: 9, Slices: 3, Max: 2, Placements: at(4, 0, 4)},
+		{Name: "7g.80gb", ID: 0, Slices: 7, Max: 1, Placements: at(8, 0)},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// A MIG instance is lent as it is: a spot allocation gets the same one. No other placement in its room can be had, and one
+// that an earlier spot allocation has there goes on yielding.
+func TestLentInstance(t *testing.T) {
+	at := func(slices, gb, start, size int) []Grant {
+		return []Grant{{GPU: "GPU-a", Piece: piece.Instance(mig.Placement{Profile: mig.Name{Slices: slices, GB: gb}, Start: start, Size: size})}}
+	}
+	l := newLedger()
+	l.SetMIG(map[gpu.UUID]MIG{"GPU-a": {Card: halves(t)}})
+	if _, err := l.Take(spotOf("small", at(1, 10, 4, 1))); err != nil {
+		t.Fatal(err)
+	}
+	g, err := l.Take(guaranteedOf("g", at(3, 40, 4, 4)))
+	if err != nil || !getOf(l, "small").Yielding() {
+		t.Fatal(err)
+	}
+	small := getOf(l, "small")
+	l.SetOut("small", small.Epoch)
+	open(t, l, "g")
+	has := func(of Tier, want int, free bool) {
+		t.Helper()
+		r := l.Rooms([]gpu.UUID{"GPU-a"}, of)["GPU-a"]
+		if len(r.Placements) != want || (len(r.Free()) > 0) != free {
+			t.Errorf("for %s: %v are taken, %v free", of.Word(), r.Placements, r.Free())
+		}
+	}
+	has(Guaranteed, 1, false)
+	l.Release(DevicePlugin, "small")
+	has(Spot, 1, false)
+	if _, err := l.Take(spotOf("s", at(3, 40, 4, 4))); !errors.Is(err, ErrHeld) {
+		t.Errorf("before it lends: %v", err)
+	}
+	if !l.SetLending("g", g.Epoch, true) {
+		t.Fatal("it does not lend")
+	}
+	has(Guaranteed, 1, false)
+	has(Spot, 1, true)
+	room := l.Rooms([]gpu.UUID{"GPU-a"}, Spot)["GPU-a"]
+	for _, other := range [][]Grant{at(1, 10, 4, 1), at(2, 20, 4, 2), at(7, 80, 0, 8)} {
+		if why := room.Lacks(piece.At(other[0].Piece)); why == "" {
+			t.Errorf("%v is offered", other[0].Piece)
+		}
+		if _, err := l.Take(spotOf("s", other)); !errors.Is(err, ErrHeld) || !strings.Contains(err.Error(), "only as they are") {
+			t.Errorf("%v: %v", other[0].Piece, err)
+		}
+	}
+	if why := room.Lacks(piece.At(g.Grants[0].Piece)); why != "" {
+		t.Errorf("the instance is not offered: %s", why)
+	}
+	s, err := l.Take(spotOf("s", at(3, 40, 4, 4)))
+	if err != nil || s.Yield.Asked() || !l.Borrowed("g") {
+		t.Fatalf("%+v, %v", s, err)
+	}
+	has(Spot, 1, false)
+	l.SetLending("g", g.Epoch, false)
+	if !getOf(l, "s").Yielding() {
+		t.Errorf("it does not yield: %+v", getOf(l, "s"))
+	}
+
+	// What has another placement in that room yields as long as the instance stands.
+	l = newLedger()
+	l.SetMIG(map[gpu.UUID]MIG{"GPU-a": {Card: halves(t)}})
+	if _, err := l.Take(spotOf("small", at(1, 10, 4, 1))); err != nil {
+		t.Fatal(err)
+	}
+	if g, err = l.Take(guaranteedOf("g", at(3, 40, 4, 4))); err != nil || !l.SetLending("g", g.Epoch, true) {
+		t.Fatal(err)
+	}
+	if !getOf(l, "small").Yield.Asked() {
+		t.Error("it wants to start where the lent instance is")
+	}
+	if l.Release(DevicePlugin, "g"); getOf(l, "small").Yield.Asked() {
+		t.Error("it yields to nobody")
 	}
 }

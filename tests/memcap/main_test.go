@@ -219,7 +219,7 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 		if s.context == 0 {
 			s.context = context300
 		}
-		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code})
+		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code, Waits: s.bytes == lib.None})
 		if s.instance != "" {
 			limits = append(limits, lib.Limit{GPU: s.instance, Bytes: lib.None})
 		}

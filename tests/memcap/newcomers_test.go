@@ -47,6 +47,9 @@ func TestNewcomersAreHeld(t *testing.T) {
 				return n
 			}
 			await(t, "a newcomer", func() bool { return held() == 1 }, func() any { return held() })
+			if waits, err := r.pages.Waits(c.name); err != nil || waits != 1 {
+				t.Errorf("the processes say that %d wait, %v", waits, err)
+			}
 			if f := there.ask("took", "take cuMemAlloc_v2 %d", 32*MiB); f["result"] != "0" {
 				t.Errorf("the program at work: %q", there.said)
 			}

@@ -263,3 +263,49 @@ func TestSetControl(t *testing.T) {
 		t.Errorf("an unknown bit: %v", err)
 	}
 }
+
+// A GPU without a limit has a usage page if newcomers are to say there that they wait. The page is the holder's as long as
+// it has the allocation, and a holder that has none is given none: its container runs.
+func TestPageForWaits(t *testing.T) {
+	p := somePages(t)
+	now := time.Now()
+	write := func(waits bool, since time.Time) (nonce uint64) {
+		t.Helper()
+		paths, err := p.Write(aKey, 0, []Limit{{GPU: aGPU, Bytes: None, Waits: waits, Since: since}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		page, err := mapPage(paths[aGPU].Limit)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer page.unmap()
+		if paths[aGPU].Usage != "" {
+			nonce = page.load(atUsage)
+		}
+		if sound, err := p.Sound(aKey); err != nil || !sound {
+			t.Errorf("sound: %v, %v", sound, err)
+		}
+		_, err = p.Waits(aKey)
+		if there := err == nil; there != (nonce != 0) || !there && !errors.Is(err, gpu.ErrNotFound) {
+			t.Errorf("waits can be read: %v, and the page is %x", err, nonce)
+		}
+		return nonce
+	}
+	if write(false, now) != 0 || write(true, now) != 0 || write(true, time.Time{}) != 0 {
+		t.Error("a page comes for a container that may run already")
+	}
+	now = now.Add(time.Second)
+	first := write(true, now)
+	if first == 0 || write(false, now) != first || write(true, time.Time{}) != first {
+		t.Error("the next holder has no page, or not always the same")
+	}
+	now = now.Add(time.Second)
+	if next := write(true, now); next == 0 || next == first {
+		t.Errorf("the one after it has page %x, before %x", next, first)
+	}
+	now = now.Add(time.Second)
+	if write(false, now) != 0 || write(true, now) != 0 {
+		t.Error("the last holder has a page")
+	}
+}

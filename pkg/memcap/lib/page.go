@@ -193,7 +193,7 @@ func (p *Pages) Write(key string, every time.Duration, limits []Limit) (map[gpu.
 	pages := make(map[gpu.UUID]Page)
 	for _, l := range limits {
 		page := Page{Limit: filepath.Join(dir, string(l.GPU))}
-		if err := writeLimit(page.Limit, every, l, nonces[l.GPU]); err != nil {
+		if err := writeLimit(page.Limit, every, l, used[l.GPU], nonces[l.GPU]); err != nil {
 			return nil, fmt.Errorf("write limit page of %s for allocation %s: %w", l.GPU, key, err)
 		}
 		if used[l.GPU] {
@@ -233,8 +233,8 @@ func (l Limit) check() error {
 }
 
 // writeLimit writes one limit page. usage is the nonce of the usage page that belongs to it, or 0
-// if there is none or it has not changed.
-func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
+// if there is none or it has not changed; used is false if there is none.
+func writeLimit(path string, every time.Duration, l Limit, used bool, usage uint64) error {
 	if l.Context == 0 {
 		l.Context = DefaultContext
 	}
@@ -263,8 +263,9 @@ func writeLimit(path string, every time.Duration, l Limit, usage uint64) error {
 		page.store(atSince, l.since())
 		page.store(atUsage, usage)
 	}
-	if l.Bytes == None && l.since() > page.load(atSince) {
-		page.store(atSince, l.since()) // so that it is known whose the page is; see usesLocked
+	if !used { // it is known whose the page is, and that this holder has no usage page; see usesLocked
+		page.store(atUsage, 0)
+		page.store(atSince, max(page.load(atSince), l.since()))
 	}
 	if context < LeastContext || context > DefaultContext {
 		context = l.Context // from another version of the agent
