@@ -78,7 +78,7 @@ func (at *scene) spot(g *gpunode.GPU) *gpunode.Spot {
 	out.Yielding, out.YieldingPlacements = yield.used(u, layout.Kind), yield.usedPlacements(u)
 	lend := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
 		func(a ledger.Allocation) bool { return !a.Free(ledger.Spot) })}
-	out.Lent = lend.used(u, layout.Kind)
+	out.Lent, out.LentPlacements = lend.used(u, layout.Kind), lend.usedPlacements(u)
 	for i := range at.offer.Resources {
 		r := &at.offer.Resources[i]
 		if r.Tier != ledger.Spot {

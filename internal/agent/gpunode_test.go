@@ -135,6 +135,18 @@ func TestGPUNodeOfEachMode(t *testing.T) {
 			`gpu-mem.spot free 4/4 largest 4`,
 			`2 shared | gpu-mem 6/8, gpu-mem.spot 4/4 | gpu-mem 4, gpu-mem.spot 4 | 25%`,
 		}},
+		"spot lent, whole": {file: "version: v1\npartitions:\n  default:\n    - {devices: [0], mode: whole, spot: true, lend: {after: 1h}}\n    - {devices: [1], mode: off}\n", do: func(b *bench) {
+			b.hold("a", wholeResource, string(uuid(0)))
+			if a := b.Allocations()[0]; !b.front.SetLending(a.ID, a.Epoch, true) {
+				b.t.Fatal("it does not lend")
+			}
+		}, want: []string{
+			`0 whole device-plugin whole used [0] free 0/1 largest 0 spot used [][] free 1/1 largest 1 lent [0]`,
+			`1 off not Available: NotOffered`,
+			`gpu free 0/1 largest 0`,
+			`gpu.spot free 1/1 largest 1`,
+			`1 whole, 1 off | gpu 0/1, gpu.spot 1/1 | gpu 0, gpu.spot 1 | 100%`,
+		}},
 		"spot whole": {file: "version: v1\npartitions:\n  default:\n    - {devices: all, mode: whole, spot: true}\n", do: func(b *bench) {
 			b.hold("s", wholeResource+".spot", string(uuid(0)))
 		}, want: []string{

@@ -195,7 +195,9 @@ type Spot struct {
 	Yielding           piece.Set `json:"yielding,omitempty" max:"30000"`
 	YieldingPlacements []string  `json:"yieldingPlacements,omitempty" max:"512" each:"64"`
 	// Lent has the numbers of devices that guaranteed pods have and lend: spot pods can be given these, too.
-	Lent piece.Set `json:"lent,omitempty" max:"30000"`
+	// LentPlacements are such MIG devices, sorted by place; a spot pod can be given these as they are.
+	Lent           piece.Set `json:"lent,omitempty" max:"30000"`
+	LentPlacements []string  `json:"lentPlacements,omitempty" max:"512" each:"64"`
 	// Free is the number of devices that may be given to spot pods now, and Largest how many of these one
 	// container can get. Both are 0 for MIG devices.
 	Free    int `json:"free" max:"16777216"`

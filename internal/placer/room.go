@@ -102,8 +102,10 @@ type space struct {
 	unheld, most int
 	// lent has the numbers of devices there that guaranteed pods have and lend, and lentFree counts those of them
 	// that no spot pod has.
-	lent     map[int]bool
-	lentFree int
+	// lentPlaces are such MIG devices.
+	lent       map[int]bool
+	lentFree   int
+	lentPlaces map[mig.Placement]bool
 	// yielding has the numbers there of devices that spot pods are to give back or have given back, and yieldingFree
 	// counts those of them that no guaranteed pod has. yieldingPlaces are such MIG devices.
 	yielding       map[int]bool
@@ -431,7 +433,7 @@ func (r *room) hold(id string) {
 				continue
 			}
 			if p, err := gpunode.Placement(s.card, rest); err == nil {
-				s.holdPlacement(p)
+				s.holdPlacement(p, bySpot)
 			}
 		case !pieced:
 			take(0)

@@ -90,6 +90,15 @@ func (n *node) spotSpace(of *space, g *gpunode.GPU, open bool, gone map[string]b
 	}
 	s.places, s.all = map[string][]mig.Placement{}, map[string][]mig.Placement{}
 	s.standing, s.warm = slices.Clone(of.standing), slices.Clone(of.warm)
+	for _, text := range g.Spot.LentPlacements {
+		if p, ok := s.read(text); open && ok && slices.Contains(s.standing, p) {
+			if s.lentPlaces == nil {
+				s.lentPlaces = map[mig.Placement]bool{}
+			}
+			s.lentPlaces[p] = true
+		}
+	}
+	s.standing = slices.DeleteFunc(s.standing, func(p mig.Placement) bool { return s.lentPlaces[p] })
 	freed := map[mig.Placement]bool{}
 	for text := range goneOf(gone, g.UUID) {
 		if p, ok := s.read(text); ok {
@@ -195,8 +204,11 @@ func (s *space) yielded(number int) {
 	}
 }
 
-// holdPlacement notes that a MIG device is held.
-func (s *space) holdPlacement(p mig.Placement) {
+// holdPlacement notes that a MIG device is held, of a spot space by a spot pod or a guaranteed one.
+func (s *space) holdPlacement(p mig.Placement, bySpot bool) {
+	if s.lentPlaces[p] && !bySpot {
+		return // spot pods may have it all the same
+	}
 	if !slices.Contains(s.standing, p) {
 		s.alter()
 		s.standing = append(s.standing, p)

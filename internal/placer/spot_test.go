@@ -526,3 +526,51 @@ func TestSpotFiguresOfNobody(t *testing.T) {
 		}
 	}
 }
+
+// A MIG device that a guaranteed pod lends is given to one spot pod, as it is, and to no guaranteed one.
+func TestLentPlacementOfAPod(t *testing.T) {
+	told, card := h100(t)
+	var has []mig.Placement
+	for _, p := range card.Placements() {
+		if p.Profile.String() == "3g.40gb" {
+			has = append(has, p) // both: the card is full
+		}
+	}
+	const three = "example.com/mig-3g.40gb"
+	for _, lends := range []bool{false, true} {
+		s := onDemand(told, card, 1)
+		g := &s.GPUs[0]
+		g.MIG.Used, g.Spot = texts(has), &gpunode.Spot{}
+		offerAll(&g.MIG.Offers, card, has, "")
+		offerAll(&g.Spot.Offers, card, has, ".spot")
+		if lends {
+			g.Spot.LentPlacements = texts(has[1:2])
+			for i := range g.Spot.Offers {
+				if o := &g.Spot.Offers[i]; o.Profile == "3g.40gb" {
+					o.Free = []string{fmt.Sprint(has[1].Start)}
+				}
+			}
+		}
+		b := New()
+		b.SetNode("a", s, true)
+		holder := asks("g", three, 2)
+		holder.Node, holder.Devices = "a", []string{mig.ID("GPU-0", has[0]), mig.ID("GPU-0", has[1])}
+		b.SetPod(holder)
+		if err := fits(b, asks("p", three, 1)); err == nil {
+			t.Errorf("lends %v: a guaranteed pod has a place", lends)
+		}
+		if err := fits(b, asks("p", "example.com/mig-1g.10gb.spot", 1)); err == nil {
+			t.Errorf("lends %v: a spot pod has another placement in the room", lends)
+		}
+		spot := asks("s", three+".spot", 1)
+		if err := fits(b, spot); (err == nil) != lends {
+			t.Errorf("lends %v: a spot pod: %v", lends, err)
+		}
+		if spot.Node, spot.Devices = "a", []string{SpotDevice(mig.ID("GPU-0", has[1]))}; lends {
+			b.SetPod(spot)
+			if err := fits(b, asks("p", three+".spot", 1)); err == nil {
+				t.Error("a second spot pod has a place")
+			}
+		}
+	}
+}
