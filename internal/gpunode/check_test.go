@@ -29,7 +29,7 @@ func node() *gpunode.Status {
 			Resource: "example.com/gpu-mem", Kind: piece.KindUnits, Total: 79, Used: piece.SetOf([]int{0, 9}), Free: 75, Largest: 75,
 			MIG: &gpunode.MIG{Card: "c", Used: []string{"1g.10gb@0"}, Blocked: []string{"1g.10gb@1"}, Warm: []string{"3g.40gb@4"},
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
-			Spot: &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: 40, Used: piece.SetOf([]int{3}), UsedPlacements: []string{"1g.10gb@2"}, Lent: piece.SetOf([]int{9}), Yielding: piece.SetOf([]int{5}), YieldingPlacements: []string{"1g.10gb@3"}, Free: 39, Largest: 39,
+			Spot: &gpunode.Spot{Resource: "example.com/gpu-mem.spot", Total: 40, Used: piece.SetOf([]int{3}), UsedPlacements: []string{"1g.10gb@2"}, Lent: piece.SetOf([]int{9}), LentPlacements: []string{"3g.40gb@4"}, Yielding: piece.SetOf([]int{5}), YieldingPlacements: []string{"1g.10gb@3"}, Free: 39, Largest: 39,
 				Offers: []gpunode.Offer{{Profile: "3g.40gb", Resource: "example.com/mig-3g.40gb.spot", Placements: []string{"0", "4"}, Free: []string{"4"}}}},
 			Holders: []gpunode.Holder{{Namespace: "n", Pod: "p", Container: "c", Resource: "r", Devices: piece.SetOf([]int{0}), Placements: []string{"3g.40gb@4"}}},
 		}},
