@@ -1241,6 +1241,11 @@ func (s *storm) spotted(file string) string {
 func (s *storm) crowd(live []*stormPod) {
 	if s.rng.IntN(4) == 0 {
 		s.heal()
+		s.locked(func() { s.deaf = false })
+	}
+	if s.rng.IntN(10) == 0 && !strings.Contains(s.partition, "spot: true") {
+		s.partition = s.spotted(s.partition)
+		s.agent.SetFile("p.yaml", []byte(s.partition))
 	}
 	offered := s.offered()
 	if len(live) > 0 && s.rng.IntN(3) > 0 {
@@ -1286,7 +1291,7 @@ func (s *storm) yields() {
 	s.locked(func() {
 		s.endLocked(func(c *stormContainer) bool {
 			for resource, ids := range c.ids {
-				if a, ok := s.agent.ledger.Get(cdi.Key(resource, ids)); ok && a.Yielding() && s.rng.IntN(20) == 0 {
+				if a, ok := s.agent.ledger.Get(cdi.Key(resource, ids)); ok && a.Yielding() && s.rng.IntN(10) == 0 {
 					s.done["yielded"]++
 					if len(a.Yield.To) > 0 {
 						s.done["yielded to a pod"]++
