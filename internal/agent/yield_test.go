@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -407,18 +408,21 @@ func TestEndsOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var told logBuffer
 		log := slog.New(slog.NewTextHandler(&told, nil))
-		tries, answer := 0, errors.New("no answer")
+		var tries, ended atomic.Int32
+		var answers atomic.Bool
 		e := newEnder(&Worlds{End: func(context.Context, *node.Container) (string, error) {
-			tries++
+			tries.Add(1)
 			time.Sleep(3 * time.Second)
-			return "test", answer
+			if !answers.Load() {
+				return "", errors.New("no answer")
+			}
+			return "test", nil
 		}}, log, brief.NewRation(log, time.Now, time.AfterFunc))
 		c, why := &node.Container{ID: "c"}, &endCause{why: "for a test", stands: func() bool { return true }}
-		ended := 0
 		begin := func() bool {
 			return e.begin(t.Context(), c, why, time.Now(), func(is bool) {
 				if is {
-					ended++
+					ended.Add(1)
 				}
 			})
 		}
@@ -426,30 +430,35 @@ func TestEndsOnce(t *testing.T) {
 			t.Error("it is ended twice at once, or not at all")
 		}
 		time.Sleep(4 * time.Second)
-		if tries != 1 || ended != 0 || strings.Contains(told.String(), "ended a container") {
-			t.Errorf("%d tries, %d have ended it, and the log has %s", tries, ended, &told)
+		if tries.Load() != 1 || ended.Load() != 0 || strings.Contains(told.String(), "ended a container") {
+			t.Errorf("%d tries, %d have ended it, and the log has %s", tries.Load(), ended.Load(), &told)
 		}
 		for range 2 {
-			if answer = nil; !begin() {
+			if answers.Store(true); !begin() {
 				t.Error("it is not tried again")
 			}
 			time.Sleep(4 * time.Second)
 		}
-		if got := strings.Count(told.String(), "ended a container of the spot tier for a test"); ended != 2 || got != 1 {
-			t.Errorf("%d tries have ended it, and the log has it %d times: %s", ended, got, &told)
+		if got := strings.Count(told.String(), "ended a container of the spot tier for a test"); ended.Load() != 2 || got != 1 {
+			t.Errorf("%d tries have ended it, and the log has it %d times: %s", ended.Load(), got, &told)
 		}
 		for i := range 3 * endsAtOnce {
 			e.begin(t.Context(), &node.Container{ID: fmt.Sprint(i)}, why, time.Now(), func(bool) {})
 		}
 		synctest.Wait()
-		if e.going != endsAtOnce {
-			t.Errorf("%d containers are ended at once", e.going)
+		e.mu.Lock()
+		going := e.going
+		e.mu.Unlock()
+		if going != endsAtOnce {
+			t.Errorf("%d containers are ended at once", going)
 		}
 		time.Sleep(2 * endForgotten)
 		e.begin(t.Context(), &node.Container{ID: "another"}, why, time.Now(), func(bool) {})
+		e.mu.Lock()
 		if len(e.tries) != 1 {
 			t.Errorf("%d ends are remembered", len(e.tries))
 		}
+		e.mu.Unlock()
 		time.Sleep(4 * time.Second)
 	})
 }
