@@ -620,3 +620,61 @@ func TestNewLayoutOverSpot(t *testing.T) {
 		}
 	}
 }
+
+// Of whole GPUs and of MIG instances, too, a spot request is given free ones before those that are lent.
+func TestPreferFreeBeforeLentOfEachKind(t *testing.T) {
+	d, _ := newDesk()
+	inv := machine(3)
+	var wanted []config.Want
+	for i := range inv.GPUs {
+		wanted = append(wanted, config.Want{GPU: inv.GPUs[i].UUID, Mode: config.Whole, API: ledger.DevicePlugin, Spot: ledger.Offering{On: true}})
+	}
+	d.Publish(func(held []ledger.Allocation) *Offer {
+		changes := plan.Make(plan.Input{Inventory: inv, Wanted: wanted, Layouts: map[gpu.UUID]plan.Layout{}, Unit: 1024, Allocations: held})
+		return Build(Input{Inventory: inv, Changes: &changes, Held: held, Names: names})
+	})
+	const whole = "example.com/gpu"
+	all := []string{string(nth(0)), string(nth(1)), string(nth(2))}
+	for _, id := range all[:2] {
+		g, err := d.Allocate(whole, []string{id})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lend(t, d, g.ID, true)
+	}
+	for n := 1; n <= 3; n++ {
+		got, err := d.Prefer(whole+".spot", all, nil, n)
+		if err != nil || len(got) != n || !slices.Contains(got, all[2]) {
+			t.Errorf("%d whole GPUs: %v (%v), and %s alone is free", n, got, err, all[2])
+		}
+	}
+
+	d, _ = newDesk()
+	o := onDemand(map[gpu.UUID]*mig.Card{gpuA: a100.card(t)}, nil)
+	for i := range len(o.Resources) {
+		r := o.Resources[i]
+		r.Name, r.Tier, r.Devices = InTier(r.Name, ledger.Spot), ledger.Spot, slices.Clone(r.Devices)
+		o.Resources = append(o.Resources, r)
+	}
+	slices.SortFunc(o.Resources, func(a, b Resource) int { return cmp.Compare(a.Name, b.Name) })
+	d.set(o)
+	const three = "example.com/mig-3g.40gb"
+	for _, at := range []string{"3g.40gb@0", "3g.40gb@4"} {
+		d.set(o)
+		g, err := d.Allocate(three, on(gpuA, at))
+		if err != nil {
+			t.Fatal(err)
+		}
+		lend(t, d, g.ID, true)
+		for n := range 2 {
+			got, err := d.Prefer(three+".spot", on(gpuA, "3g.40gb@0", "3g.40gb@4"), nil, n+1)
+			if err != nil || len(got) != n+1 || n == 0 && !slices.Equal(got, on(gpuA, map[string]string{"3g.40gb@0": "3g.40gb@4", "3g.40gb@4": "3g.40gb@0"}[at])) {
+				t.Errorf("%d instances beside %s, which is lent: %v (%v)", n+1, at, got, err)
+			}
+		}
+		if _, err := d.Prefer("example.com/mig-1g.10gb.spot", on(gpuA, map[string]string{"3g.40gb@0": "1g.10gb@0", "3g.40gb@4": "1g.10gb@4"}[at]), nil, 1); err == nil {
+			t.Errorf("a placement in the room of %s, which is lent, is chosen", at)
+		}
+		d.FrontEnd.Release(g.ID)
+	}
+}
