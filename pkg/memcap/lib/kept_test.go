@@ -77,7 +77,7 @@ func TestPagesOfEarlierVersions(t *testing.T) {
 			since := time.Unix(0, 1_700_000_000_000_000_000)
 			again := Limit{GPU: aGPU, Bytes: v.bytes, Context: 300 << 20, Code: 64 << 20, Percent: v.percent,
 				Since: since}
-			if err := writeLimit(limit, 250*time.Millisecond, again, 0); err != nil {
+			if err := writeLimit(limit, 250*time.Millisecond, again, true, 0); err != nil {
 				t.Fatal(err)
 			}
 			after, err := os.ReadFile(limit)
