@@ -5,7 +5,9 @@ package deployments
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/http"
+	"slices"
 	"testing"
 	"time"
 
@@ -13,14 +15,23 @@ import (
 	"example.com/gpu-agent/internal/workload"
 )
 
-// podEnds notes what the agent learns of pods that end.
-type podEnds chan string
-
-func (e podEnds) PodEnds(_ context.Context, p workload.Pod, by time.Time) {
-	e <- fmt.Sprintf("%s ends in %s", p, time.Until(by).Round(10*time.Second))
+// podEnds notes what the agent learns of these pods when they end. Other tests' pods end at the same server.
+type podEnds struct {
+	uids map[string]string // by name
+	told chan string
 }
 
-func (e podEnds) PodGone(_ context.Context, uid string) { e <- uid }
+func (e *podEnds) PodEnds(_ context.Context, p workload.Pod, by time.Time) {
+	if e.uids[p.Name] == p.UID {
+		e.told <- fmt.Sprintf("%s ends in %s", p, time.Until(by).Round(10*time.Second))
+	}
+}
+
+func (e *podEnds) PodGone(_ context.Context, uid string) {
+	if slices.Contains(slices.Collect(maps.Values(e.uids)), uid) {
+		e.told <- uid
+	}
+}
 
 // tryEndings lets internal/kube/agentkube follow the ends of pods at the real server: with the base alone it
 // learns of none, with the component it does, of those of its own node.
@@ -51,9 +62,9 @@ func (s *apiServer) tryEndings(t *testing.T) {
 		}
 	}
 	remove("first", 120)
-	told := make(podEnds, 100)
+	told := make(chan string, 100)
 	client := s.agentClient(t)
-	kubetest.Background(t, func(ctx context.Context) error { return client.WatchEndings(ctx, told) })
+	kubetest.Background(t, func(ctx context.Context) error { return client.WatchEndings(ctx, &podEnds{uids, told}) })
 	select {
 	case says := <-told:
 		t.Fatalf("with the base alone the agent is told %q", says)

@@ -181,6 +181,7 @@ type share struct {
 	code    uint64 // what is held back for each; the agent's is lib.DefaultCode
 	// instance is the MIG instance that the share is, which programs know by its own UUID.
 	instance gpu.UUID
+	lends    bool // it has a usage page also without a limit
 }
 
 // box is a container that holds an allocation, with a reader for each of its GPUs.
@@ -219,7 +220,7 @@ func (r *rig) unread(t *testing.T, key string, shares []share, open bool, change
 		if s.context == 0 {
 			s.context = context300
 		}
-		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code, Waits: s.bytes == lib.None})
+		limits = append(limits, lib.Limit{GPU: r.uuid(s.gpu), Bytes: s.bytes, Context: s.context, Code: s.code, Waits: s.lends})
 		if s.instance != "" {
 			limits = append(limits, lib.Limit{GPU: s.instance, Bytes: lib.None})
 		}

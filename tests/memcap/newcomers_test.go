@@ -26,7 +26,7 @@ func TestNewcomersAreHeld(t *testing.T) {
 		{"ended", 4 * GiB, r.pages.Remove},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			b := r.unread(t, c.name, []share{{gpu: 0, bytes: c.bytes}}, false, nil)
+			b := r.unread(t, c.name, []share{{gpu: 0, bytes: c.bytes, lends: true}}, false, nil)
 			there := b.tool(t, "probe", nil)
 			if f := there.ask("took", "take cuMemAlloc_v2 %d", 256*MiB); f["result"] != "0" {
 				t.Fatalf("%q", there.said)
