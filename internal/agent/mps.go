@@ -63,6 +63,8 @@ type mpsDaemons struct {
 	modes map[gpu.UUID]computeMode
 
 	mu sync.Mutex // guards what follows
+	// inherited are the GPUs that the last process had laid out for MPS: their daemons may serve pods.
+	inherited map[gpu.UUID]bool
 	// wants are the daemons' percentages, by GPU; names are the GPUs' names for people. settled is
 	// false until the loop has said what it wants.
 	wants   map[gpu.UUID]int
@@ -110,7 +112,7 @@ func newMPSDaemons(o *Options, w *Worlds, wake func()) *mpsDaemons {
 	m := &mpsDaemons{supervisor: w.MPS, driver: w.Setups, log: o.Log, wake: wake, began: time.Now(),
 		event: func(workload.Pod, agentkube.EventType, string, string) {},
 		said:  make(chan struct{}, 1), modes: map[gpu.UUID]computeMode{}, wants: map[gpu.UUID]int{},
-		names: map[gpu.UUID]string{}, serve: map[gpu.UUID]bool{}, retiring: map[gpu.UUID]retiring{}, orphans: map[gpu.UUID]bool{}}
+		inherited: map[gpu.UUID]bool{}, names: map[gpu.UUID]string{}, serve: map[gpu.UUID]bool{}, retiring: map[gpu.UUID]retiring{}, orphans: map[gpu.UUID]bool{}}
 	if w.Cluster != nil {
 		m.event = w.Cluster.Event
 	}
@@ -123,9 +125,11 @@ func underMPS(l plan.Layout) bool { return l.Known && l.Offers && l.Compute.MPS 
 // restore notes that the last process may have set compute modes: of the GPUs that it had laid out
 // for MPS.
 func (m *mpsDaemons) restore(layouts map[gpu.UUID]plan.Layout) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	for u, l := range layouts {
 		if underMPS(l) {
-			m.modes[u] = computeMode{}
+			m.modes[u], m.inherited[u] = computeMode{}, true
 		}
 	}
 }
@@ -147,6 +151,7 @@ func (m *mpsDaemons) want(inv *gpu.Inventory, layouts map[gpu.UUID]plan.Layout) 
 	m.wants, m.names, m.settled = wants, names, true
 	forget(m.retiring, wants)
 	forget(m.orphans, wants)
+	forget(m.inherited, wants)
 	poke(m.said)
 }
 
@@ -284,20 +289,21 @@ func (m *mpsDaemons) daemonTroubleLocked(u gpu.UUID, now time.Time) (why status.
 	}
 	s := &m.seen
 	old := func(at time.Time) bool { return now.Sub(at) >= mpsPatience }
+	// Of a GPU that is new to MPS no daemon can be late: its devices are offered once its server stands.
+	first := m.inherited[u] && !old(m.began)
 	if m.supervisor == nil {
 		return status.Why(status.MPSNoSupervisor, "%s: no MPS daemons are kept on this node", m.names[u]), false
 	}
 	if s.at.IsZero() || now.Sub(s.at) > mpsFresh {
-		since := s.at
-		if since.IsZero() {
-			since = m.began
+		late := first
+		if !s.at.IsZero() {
+			late = !old(s.at)
 		}
 		if s.err == nil {
-			return status.Why(status.MPSNotReady, "%s: the supervisor of the MPS daemons has not been asked yet",
-				m.names[u]), !old(since)
+			return status.Why(status.MPSNotReady, "%s: the supervisor of the MPS daemons has not been asked yet", m.names[u]), late
 		}
 		return status.Why(status.MPSNoSupervisor, "%s: %v; the pods of the DaemonSet gpu-agent-mps are to keep MPS daemons",
-			m.names[u], s.err), !old(since)
+			m.names[u], s.err), late
 	}
 	d, has := s.of[u]
 	notYet := func(code mps.Code, text string) status.Cause {
@@ -309,7 +315,7 @@ func (m *mpsDaemons) daemonTroubleLocked(u gpu.UUID, now time.Time) (why status.
 	}
 	switch r := m.retiring[u]; {
 	case !has:
-		return notYet(mps.Starting, "the supervisor has not begun to keep it"), !old(m.began)
+		return notYet(mps.Starting, "the supervisor has not begun to keep it"), first
 	case r.daemon != (mps.Identity{}) && r.daemon == d.Identity():
 		return status.Why(status.MPSFault, "%s: %s; new pods wait until its %d clients have ended and the MPS server "+
 			"is started anew", m.names[u], r.why, d.Clients()), false

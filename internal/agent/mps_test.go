@@ -331,6 +331,33 @@ func TestMPSServer(t *testing.T) {
 	})
 }
 
+// The devices of a GPU that is new to MPS are offered once its server stands. A pod that is bound before would be refused
+// by the kubelet if they were withdrawn again.
+func TestMPSIsNew(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		o := mpsNode(t)
+		o.mps.away = true // its pod starts beside the agent's
+		tries := 0
+		o.mps.card = func() bool { tries++; return tries > 1 } // its first server does not start
+		b := start(t, o, t.TempDir(), allMPS)
+		defer b.end()
+		offered := false
+		for i := range 2 * int(serverPause/mpsEvery) {
+			if i == 4 {
+				o.mps.with(func() { o.mps.away = false })
+			}
+			pause(mpsEvery)
+			switch now := listed(b.front.Offer(), memResource); {
+			case now == twoUnits:
+				offered = true
+			case offered:
+				t.Fatalf("the devices were offered, and are %s after that", now)
+			}
+		}
+		b.want("applied", twoUnits, "")
+	})
+}
+
 // A busy node is late: for a while nothing is withdrawn, but no container starts.
 func TestMPSDelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

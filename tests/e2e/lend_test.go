@@ -45,6 +45,7 @@ func TestLend(t *testing.T) {
 	for resource, n := range all {
 		offered[spot(resource)] = n
 	}
+	prepare(t).swap(lab.DriverOptions{Model: model, Count: gpus}) // its end takes the instance away
 	b := begin(t, someLend, offered)
 	b.redeploy(lab.DeployOptions{Partitions: someLend, Env: map[string]string{"GPU_AGENT_YIELD_GRACE": grace.String()}})
 	refuses := b.create(lab.Pod{Name: "refuses", Annotations: map[string]string{"example.com/gpu.lend": "never"},

@@ -242,9 +242,7 @@ func TestMPSSoak(t *testing.T) {
 	}
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
-	b.offers(oneSharedOffers)
-	b.state("applied")
-	b.computeMode(computeExclusive)
+	b.underMPS(oneSharedOffers)
 	s := &shareSoak{bench: b, random: rand.New(rand.NewPCG(42, uint64(*soakSeed))), since: map[int]time.Time{}}
 	for i := range 3 {
 		s.pods = append(s.pods, b.tenant(fmt.Sprintf("share-%d", i), 20))
@@ -311,8 +309,7 @@ func TestMPSStart(t *testing.T) {
 	b := begin(t, oneShared, oneSharedOffers)
 	file := strings.Replace(oneUnderMPS, "    - devices: [1, 2,", "    - devices: [1]\n      mode: shared\n      replicas: 2\n    - devices: [2,", 1)
 	b.redeploy(lab.DeployOptions{Partitions: file, Components: []string{"mps"}})
-	b.offers(map[string]int{lab.Memory: units, lab.Replicas: 2})
-	b.computeMode(computeExclusive)
+	b.underMPS(map[string]int{lab.Memory: units, lab.Replicas: 2})
 	took := map[string][]time.Duration{}
 	for i := range 20 {
 		for kind, resource := range map[string]string{"share": lab.Memory, "turns": lab.Replicas} { // in either order

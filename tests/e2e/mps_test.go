@@ -40,9 +40,7 @@ const (
 func TestMPS(t *testing.T) {
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
-	b.offers(oneSharedOffers)
-	b.state("applied")
-	b.computeMode(computeExclusive)
+	b.underMPS(oneSharedOffers)
 
 	pods := map[string]*lab.RunningPod{"quarter": b.tenant("quarter", 20), "half": b.tenant("half", 40)}
 	ceilings := map[string]int{"quarter": 26, "half": 51}
@@ -135,8 +133,7 @@ func TestMPS(t *testing.T) {
 	}
 	b.leavesMPS()
 	b.partitions(oneUnderMPS)
-	b.offers(oneSharedOffers)
-	b.computeMode(computeExclusive)
+	b.underMPS(oneSharedOffers)
 	b.cleanedOfMPS()
 }
 
@@ -182,6 +179,20 @@ func (b *bench) computeMode(want string) {
 	}))
 }
 
+// underMPS waits until GPU 0 is under MPS: its server stands, and the node offers what it is to.
+func (b *bench) underMPS(offers map[string]int) {
+	b.Helper()
+	b.computeMode(computeExclusive)
+	b.must(agent.AwaitStatus(b.ctx, time.Minute, "GPU 0 to be under MPS", func(s lab.Status) error {
+		if m := s.GPUs[0].MPS; m == nil || m.Trouble != "" {
+			return fmt.Errorf("it has %+v", m)
+		}
+		return nil
+	}))
+	b.offers(offers)
+	b.state("applied")
+}
+
 // cleanedOfMPS takes the agent away from a GPU under MPS. The agent leaves the compute mode, the daemons and
 // their directories, and the cleanup puts all of them back. It refuses while the daemons' pod runs.
 func (b *bench) cleanedOfMPS() {
@@ -213,8 +224,6 @@ func TestMPSEnds(t *testing.T) {
 			b.Error(err)
 		}
 	})
-	b.offers(oneSharedOffers)
-	b.state("applied")
 	for _, c := range []struct {
 		name   string
 		deploy bool // with the component, from now on
@@ -230,7 +239,7 @@ func TestMPSEnds(t *testing.T) {
 			agent, err = deploy(b.ctx, lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps", "mps-detach"}})
 			b.must(err)
 		}
-		b.computeMode(computeExclusive)
+		b.underMPS(oneSharedOffers)
 		before, err := agent.Metrics(b.ctx)
 		b.must(err)
 		neighbour := b.tenant(c.name+"-neighbour", 20)

@@ -183,11 +183,11 @@ func TestTiersOfMIGAndMPS(t *testing.T) {
 	for name, count := range map[string]int{lab.Memory: units, three: 1, two: 3, seven: 1} {
 		offers[name], offers[name+".spot"] = count, count
 	}
+	prepare(t).swap(lab.DriverOptions{Model: model, Count: gpus}) // no instance of an earlier test
 	b := begin(t, oneTwice, oneTwiceOffers)
 	b.redeploy(lab.DeployOptions{Partitions: eachTwice, Components: []string{"evict", "mps"},
 		Env: map[string]string{"GPU_AGENT_YIELD_GRACE": grace.String()}})
-	b.offers(offers)
-	b.computeMode(computeExclusive)
+	b.underMPS(offers)
 
 	type object = map[string]any
 	b.apply(object{"apiVersion": "policy/v1", "kind": "PodDisruptionBudget",
