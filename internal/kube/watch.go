@@ -36,7 +36,8 @@ type Target struct {
 	Grant string
 	// Missing, if set, is called if the server does not know the resource or does not allow the
 	// request. Such an error is then not logged or reported to Options.Refused. Follow tries again
-	// after Options.Relist.
+	// with growing pauses, up to Options.Relist: an API server that has just started refuses what it allows
+	// a moment later.
 	Missing func(error)
 }
 
@@ -91,15 +92,16 @@ var (
 // For several objects (Chosen) it calls see with the object of each event, and with nil after each
 // list. For a whole resource it calls the functions of the Census, and not see.
 func (s *Server) Follow(ctx context.Context, t Target, see func(*unstructured.Unstructured)) error {
-	retry := s.BackOff(s.Timing.PauseMax)
+	retry, missing := s.BackOff(s.Timing.PauseMax), s.BackOff(s.Timing.Relist)
 	for {
 		version, err := s.List(ctx, t, see)
 		if t.Missing != nil && (apierrors.IsNotFound(err) || apierrors.IsForbidden(err)) {
-			if t.Missing(err); !Sleep(ctx, Around(s.Timing.Relist)) {
+			if t.Missing(err); !Sleep(ctx, missing.Step()) {
 				return ctx.Err()
 			}
 			continue
 		}
+		missing = s.BackOff(s.Timing.Relist)
 		s.Note(ctx, "list", t.Resource.Resource, t.String(), t.refused(err))
 		until := s.Now().Add(Around(s.Timing.Relist))
 		for err == nil {

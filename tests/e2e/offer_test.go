@@ -87,7 +87,7 @@ partitions:
 	}
 	s, err := pod("fewer", 4).Refused(b.ctx)
 	b.must(err)
-	if want := fmt.Sprintf("bound to %s by 4 units of its pod's, where it can have %d in all", fuller.UUID, units-60); !strings.Contains(s.Message, want) {
+	if want := fmt.Sprintf("on %s this pod already holds 4 units; it can have %d there in all", fuller.UUID, units-60); !strings.Contains(s.Message, want) {
 		b.Errorf("a pod whose init container asks for 4 of 24 units reads %q, want %q in it", s.Message, want)
 	}
 	b.Logf("the user reads: %s", s.Message)

@@ -44,7 +44,7 @@ func (g *ourGPUNode) gpuNodes() schema.GroupVersionResource {
 //
 // Status is nil while there is no object. The error is set while there can be none: the cluster
 // lacks the CustomResourceDefinition, or the agent lacks the permission. WatchGPUNode then tries
-// again every Options.Relist.
+// again with growing pauses, up to Options.Relist.
 func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, error)) error {
 	t := kube.Target{Resource: g.gpuNodes(), Name: g.options.NodeName, Missing: func(err error) {
 		if apierrors.IsNotFound(err) {
