@@ -21,6 +21,7 @@ const (
 	noOpenat2    = "qemu-user has no openat2"
 	noProgram    = "outside of a user namespace no kernel runs the arm64 nvidia-smi that it starts"
 	noLink       = "qemu-user starts /proc/self/exe by the program's path, which is another user's"
+	noWipe       = "qemu before version 8 does nothing at MADV_WIPEONFORK, so a forked child keeps what its parent knew"
 )
 
 // left are the tests that cannot run under qemu, by package, and why not. Those that trace
@@ -29,7 +30,7 @@ var left = map[string]map[string]string{
 	"internal/guard": {"TestLimiter": noOpenat2},
 	"pkg/gpu/nvml":   {"TestReset": noProgram, "TestLongReset": noProgram, "TestAllAtOnce": noProgram, "TestResetThatLosesTheDriver": noProgram},
 	"internal/node":  {"TestCgroupDir": noOpenat2, "TestEndByCgroup": noNamespaces, "TestSeesNode": noNamespaces},
-	"pkg/memcap/lib": {"TestUsagePagesWithoutMounting": noLink},
+	"pkg/memcap/lib": {"TestUsagePagesWithoutMounting": noLink, "TestAwkwardDriver/smshare": noWipe, "TestAwkwardDriver/newcomers": noWipe},
 }
 
 // nodes are packages whose tests make device nodes, which no user namespace may: they run

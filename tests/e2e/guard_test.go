@@ -352,7 +352,7 @@ func notListed(b *bench, metric string) {
 	b.take(k, giB, 1)
 	b.metric(metric, 1)
 	b.must(node.AwaitEvent(b.ctx, "Pod", lab.PodNamespace, pod.Name, "says that a container is not listed", func(e lab.Event) bool {
-		return e.Type == "Warning" && e.Reason == "ContainerNotListed" && strings.Contains(e.Message, "held to 4.00 GiB")
+		return e.Type == "Warning" && e.Reason == "ContainerNotListed" && strings.Contains(e.Message, "its limit is 4.00 GiB")
 	}))
 	if !node.Lives(all[0]) {
 		b.Fatal("within the cap, it was ended")
