@@ -321,7 +321,7 @@ func (b *bench) kueue() {
 		return out
 	}
 	b.must(node.StartKueue(b.ctx, export("--configuration"), nil))
-	placer, err := node.StartPlacer(b.ctx, "extender", "kueue")
+	placer, err := node.StartPlacer(b.ctx, "--doors=extender,kueue")
 	b.must(err)
 	config, err := node.SchedulerConfig()
 	b.must(err)
