@@ -104,8 +104,10 @@ type Lender struct {
 	front   *deviceplugin.FrontEnd
 	log     *slog.Logger
 	wake    func()
-	// heard is true once the kubelet and the runtime have both answered who holds what.
+	// heard is true once the kubelet and the runtime have both answered who holds what, and a round has published
+	// its offer after that. sure is what it was before a look read the offer; it belongs to the goroutine of Run.
 	heard atomic.Bool
+	sure  bool
 	// told has what people are told of allocations, by ID. The map is replaced, never changed.
 	told atomic.Pointer[map[string]string]
 
@@ -187,6 +189,7 @@ func lendAfter(offer *deviceplugin.Offer, u gpu.UUID) time.Duration {
 
 // look looks at each guaranteed allocation once, and returns when to look again.
 func (l *Lender) look(ctx context.Context) time.Duration {
+	l.sure = l.heard.Load() // first: the offer of a round that ends meanwhile is not read
 	all, offer := l.ledger.Allocations(), l.front.Offer()
 	wait := lendRest
 	lends := func(a *ledger.Allocation) (after time.Duration) {
@@ -263,7 +266,7 @@ func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration
 	case h.held && !h.since.IsZero():
 		return l.begin(a, h, after, there, now)
 	case h.held:
-		if !l.heard.Load() || l.ledger.Borrowed(a.ID) {
+		if !l.sure || l.ledger.Borrowed(a.ID) {
 			return nil
 		}
 		return l.release(a, h)
@@ -277,7 +280,7 @@ func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration
 			h.idle = there
 		}
 	}
-	if after == 0 || !sure || there.Sub(h.idle) < after || !l.heard.Load() || !a.IsOpen() || a.Twice ||
+	if after == 0 || !sure || there.Sub(h.idle) < after || !l.sure || !a.IsOpen() || a.Twice ||
 		h.pod == "" || h.pod != a.Holder.UID || h.refused != "" {
 		return nil
 	}
@@ -363,9 +366,9 @@ func (l *Lender) keep(a *ledger.Allocation, h *lendHolder, after time.Duration) 
 	why := l.wantsBack(a, h)
 	switch {
 	case why != "":
-	case h.adopted && l.heard.Load() && !l.ledger.Borrowed(a.ID):
+	case h.adopted && l.sure && !l.ledger.Borrowed(a.ID):
 		why = "the agent was restarted, and the room is free"
-	case after == 0 && (!h.adopted || l.heard.Load()):
+	case after == 0 && (!h.adopted || l.sure):
 		why = "the partition lends nothing of its GPU now"
 	case h.pod != "" && h.refused != "":
 		why = h.refused
