@@ -3,11 +3,7 @@
 package main
 
 import (
-	"context"
-	"fmt"
 	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -34,12 +30,4 @@ func build() command.Build { return command.Build{Release: release, Commit: comm
 // prefix begins the environment variables of flags.
 const prefix = "GPU_PLACER_"
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := command.New(newRoot(), prefix).Execute(ctx, os.Args[1:], os.Environ())
-	stop()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-	}
-	os.Exit(int(command.ExitOf(err)))
-}
+func main() { os.Exit(command.Main(newRoot(), prefix)) }

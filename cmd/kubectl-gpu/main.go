@@ -3,12 +3,8 @@
 package main
 
 import (
-	"context"
-	"fmt"
 	"io"
 	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -55,15 +51,7 @@ func build() command.Build { return command.Build{Release: release, Commit: comm
 // prefix begins the environment variables of flags.
 const prefix = "KUBECTL_GPU_"
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := command.New(newRoot(), prefix).Execute(ctx, os.Args[1:], os.Environ())
-	stop()
-	if err != nil && err.Error() != "" { // if the text is empty, the output has the reason already
-		fmt.Fprintln(os.Stderr, err)
-	}
-	os.Exit(int(command.ExitOf(err)))
-}
+func main() { os.Exit(command.Main(newRoot(), prefix)) }
 
 // show prints an answer in the format that was asked for; write prints it for people.
 func show(out io.Writer, format *command.Choice, answer any, write func(io.Writer) error) error {

@@ -70,15 +70,14 @@ func (at *scene) spot(g *gpunode.GPU) *gpunode.Spot {
 			out.Total = min(offering.Most, g.Total)
 		}
 	}
-	stay := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
-		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || a.Yield.Asked() })}
-	out.Used, out.UsedPlacements = stay.used(u, layout.Kind), stay.usedPlacements(u)
-	yield := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
-		func(a ledger.Allocation) bool { return a.Tier != ledger.Spot || !a.Yield.Asked() })}
-	out.Yielding, out.YieldingPlacements = yield.used(u, layout.Kind), yield.usedPlacements(u)
-	lend := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
-		func(a ledger.Allocation) bool { return !a.Free(ledger.Spot) })}
-	out.Lent, out.LentPlacements = lend.used(u, layout.Kind), lend.usedPlacements(u)
+	usedBy := func(these func(*ledger.Allocation) bool) (piece.Set, []string) {
+		by := scene{allocations: slices.DeleteFunc(slices.Clone(at.allocations),
+			func(a ledger.Allocation) bool { return !these(&a) })}
+		return by.used(u, layout.Kind), by.usedPlacements(u)
+	}
+	out.Used, out.UsedPlacements = usedBy(func(a *ledger.Allocation) bool { return a.Tier == ledger.Spot && !a.Yield.Asked() })
+	out.Yielding, out.YieldingPlacements = usedBy(func(a *ledger.Allocation) bool { return a.Tier == ledger.Spot && a.Yield.Asked() })
+	out.Lent, out.LentPlacements = usedBy(func(a *ledger.Allocation) bool { return a.Free(ledger.Spot) })
 	for i := range at.offer.Resources {
 		r := &at.offer.Resources[i]
 		if r.Tier != ledger.Spot {

@@ -255,8 +255,8 @@ func (l *Lender) holds(id string) error {
 	return err
 }
 
-// lookAt takes the next step of one allocation, and notes in it whether it lends then. after is how long it must have been idle to lend; 0 if its GPU
-// lends nothing.
+// lookAt takes the next step of one allocation, and notes in it whether it lends then. after is how long it must have
+// been idle to lend; 0 if its GPU lends nothing.
 func (l *Lender) lookAt(a *ledger.Allocation, h *lendHolder, after time.Duration) error {
 	now := time.Now()
 	there, sure := l.presenceOf(a, now)

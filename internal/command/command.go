@@ -6,8 +6,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"os/signal"
 	"slices"
 	"strings"
+	"syscall"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
@@ -24,6 +27,19 @@ type Program struct {
 
 // helpWidth is the largest width of help, in columns.
 const helpWidth = 110
+
+// Main runs the command of the process's arguments, until it ends or SIGINT or SIGTERM tells the process to end. root
+// and prefix are those of New. It prints the error to the standard error, if that has a text: otherwise the output has
+// the reason already. It returns the exit code.
+func Main(root *cobra.Command, prefix string) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := New(root, prefix).Execute(ctx, os.Args[1:], os.Environ())
+	stop()
+	if err != nil && err.Error() != "" {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	return int(ExitOf(err))
+}
 
 // New makes a program. root is its root command, with all others except help and completion;
 // prefix begins its environment variables. A command whose Args is nil takes no arguments. A command

@@ -276,8 +276,8 @@ func (l *Ledger) SetOut(id string, epoch uint64) {
 }
 
 // SetParked reports that no process of a spot allocation has memory on a GPU since a time, while its container runs, and
-// how many bytes of it were moved to the host. No container starts with it from then on. It reports false, and does nothing, if the allocation has another epoch
-// by now or is superseded.
+// how many bytes of it were moved to the host. No container starts with it from then on. It reports false, and does
+// nothing, if the allocation has another epoch by now or is superseded.
 func (l *Ledger) SetParked(id string, epoch uint64, bytes uint64, since time.Time) (parked bool) {
 	l.edit(id, func(a *allocation) {
 		if a.Epoch == epoch && a.Tier == Spot && !a.Superseded {

@@ -280,20 +280,7 @@ partitions:
 	}
 	d.say("the node offers %s: %d, what pods one and two leave of their GPU; --park-memory is %d GiB",
 		spot, free, parkMemory)
-	probe, err := lab.ProbeMount(ctx)
-	if err != nil {
-		return err
-	}
-	start := func(name, resource string) (*lab.RunningPod, float64, error) {
-		began := time.Now()
-		pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
-			Resources: map[string]int{resource: free}, Mounts: []lab.Mount{probe}}}})
-		if err == nil {
-			err = pod.Running(ctx)
-		}
-		return pod, time.Since(began).Seconds(), err
-	}
-	night, _, err := start("night", spot)
+	night, err := d.runs(ctx, "night", spot, free)
 	if err != nil {
 		return err
 	}
@@ -316,7 +303,7 @@ partitions:
 		return errors.Join(err, k.Close())
 	}
 	d.say("pod night (%s: %d) runs; a program there has %d GiB on the GPU, with contents", spot, free, parkedTakes)
-	if err := errors.Join(d.takesAndGives(ctx, func() (*lab.RunningPod, float64, error) { return start("urgent", lab.Memory) },
+	if err := errors.Join(d.takesAndGives(ctx, func() (*lab.RunningPod, error) { return d.runs(ctx, "urgent", lab.Memory, free) },
 		func() (lab.Answer, error) { return answers("check 1") }), k.Close()); err != nil {
 		return err
 	}
@@ -325,12 +312,14 @@ partitions:
 
 // takesAndGives has a guaranteed pod take the room of pod night, and end. check asks the program of pod night for its
 // contents; while it is parked, it does not answer.
-func (d *demo) takesAndGives(ctx context.Context, start func() (*lab.RunningPod, float64, error),
+func (d *demo) takesAndGives(ctx context.Context, start func() (*lab.RunningPod, error),
 	check func() (lab.Answer, error)) error {
-	urgent, took, err := start()
+	began := time.Now()
+	urgent, err := start()
 	if err != nil {
 		return err
 	}
+	took := time.Since(began).Seconds()
 	metrics, err := d.agent.Metrics(ctx)
 	if err != nil {
 		return err
@@ -346,7 +335,7 @@ func (d *demo) takesAndGives(ctx context.Context, start func() (*lab.RunningPod,
 	if err := urgent.Delete(ctx); err != nil {
 		return err
 	}
-	began := time.Now()
+	began = time.Now()
 	a, err := check()
 	if err != nil {
 		return err
@@ -634,15 +623,7 @@ partitions:
 
 // computes starts a pod with a share of a GPU, and a program in it. It says what the program has.
 func (d *demo) computes(ctx context.Context, name string, gib int) (*lab.Probe, error) {
-	mount, err := lab.ProbeMount(ctx)
-	if err != nil {
-		return nil, err
-	}
-	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
-		Resources: map[string]int{lab.Memory: gib}, Mounts: []lab.Mount{mount}}}})
-	if err == nil {
-		err = pod.Running(ctx)
-	}
+	pod, err := d.runs(ctx, name, lab.Memory, gib)
 	if err != nil {
 		return nil, err
 	}
@@ -664,6 +645,20 @@ func (d *demo) computes(ctx context.Context, name string, gib int) (*lab.Probe, 
 	d.say("pod %-8s (%s: %d): a program in it has %2d GiB of %d, and CUDA tells it of %2d multiprocessors of %d",
 		name, lab.Memory, gib, gib, unitsPerGPU, sms.Bytes("count"), multiprocessors)
 	return k, nil
+}
+
+// runs starts a pod of one container that has so much of a resource and can run the probe, and waits until it runs.
+func (d *demo) runs(ctx context.Context, name, resource string, n int) (*lab.RunningPod, error) {
+	probe, err := lab.ProbeMount(ctx)
+	if err != nil {
+		return nil, err
+	}
+	pod, err := d.node.CreatePod(ctx, lab.Pod{Name: name, Containers: []lab.Container{{
+		Resources: map[string]int{resource: n}, Mounts: []lab.Mount{probe}}}})
+	if err == nil {
+		err = pod.Running(ctx)
+	}
+	return pod, err
 }
 
 // without returns the indexes of all GPUs but one.
