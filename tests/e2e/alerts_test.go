@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"encoding/xml"
+	"errors"
 	"flag"
 	"fmt"
 	"html"
@@ -543,7 +544,16 @@ func causes() [][]cause {
 						a.Error(err)
 					}
 				})
+				began := time.Now()
 				a.must(node.Stop(a.ctx, lab.APIServer))
+				// It answers until it has ended, and a board shows how often the agent asks in vain.
+				a.must(lab.Await(a.ctx, time.Minute, "the agent to ask in vain", func(ctx context.Context) error {
+					n, err := a.server.Shown(ctx, "rate(gpu_agent_api_errors_total[1m])", began)
+					if err == nil && n == 0 {
+						err = errors.New("no request has failed")
+					}
+					return err
+				}))
 			},
 			end: func(a *alarms) { a.must(node.StartAPI(a.ctx)) },
 		},
