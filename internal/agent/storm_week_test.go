@@ -34,6 +34,10 @@ func TestStormOfWeeksAway(t *testing.T) {
 							break
 						}
 					}
+					// A storm may have ended all pods, and then a week changes nothing.
+					for i := 0; i < 500 && s.alive() < 3 && !t.Failed(); i++ {
+						s.turn(fmt.Sprintf("before week %d, step %d", week, i))
+					}
 					s.weekAway(node)
 					s.backAgain(fmt.Sprint("after week ", week))
 					if t.Failed() {
@@ -60,6 +64,18 @@ func TestStormOfWeeksAway(t *testing.T) {
 			})
 		})
 	}
+}
+
+// alive is how many pods of the device plugin have a container that runs.
+func (s *storm) alive() (n int) {
+	s.locked(func() {
+		for _, p := range s.pods {
+			if p.active && p.claim == nil && s.livesLocked(p) {
+				n++
+			}
+		}
+	})
+	return n
 }
 
 // weekAway ends the agent and starts the next one a week later. Half of the pods have ended then. If the whole node
@@ -96,6 +112,9 @@ func (s *storm) weekAway(whole bool) {
 			by = -by
 		}
 		s.putLocked(by)
+		// Both clocks are those of the one node. A runtime with another one than the agent's is for storms in which
+		// the checkpoint can always be read: where it cannot, creation times alone tell whose a container is.
+		s.attack.skew = 0
 	}
 	s.news = []node.ContainerEvent{} // the runtime had no listener
 	s.mu.Unlock()
