@@ -453,7 +453,8 @@ func TestDriverIsLoadedAsAnotherVersion(t *testing.T) {
 	}
 	for _, name := range []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server"} {
 		program, err := os.ReadFile(filepath.Join(n.dir, "usr/bin", name))
-		if err != nil || !bytes.HasSuffix(program, []byte("\x00580.3.4\x00")) || bytes.Contains(program, []byte("\x00570.1.2\x00")) {
+		own, is := bytes.CutSuffix(program, []byte("\x00580.3.4\x00"))
+		if err != nil || !is || bytes.HasSuffix(own, []byte("570.1.2")) {
 			t.Errorf("%s is not the new driver's: %v", name, err)
 		}
 	}
