@@ -55,6 +55,10 @@ func runSuite(t *testing.T, j judge) {
 				t.Skip("it waits for deadlines; make test-all runs it")
 			}
 			t.Parallel()
+			j := j
+			if j.emulated {
+				j = emulated(t, j.version) // how its daemons behave is this test's alone
+			}
 			c.test(newWorld(t, j))
 		})
 	}
@@ -62,7 +66,7 @@ func runSuite(t *testing.T, j judge) {
 
 // TestEmulated: the emulated daemons do what NVIDIA's own do.
 func TestEmulated(t *testing.T) {
-	runSuite(t, emulated(t, "555.58.02"))
+	runSuite(t, judge{version: "555.58.02", emulated: true})
 }
 
 func keepsADaemon(w *world) {
