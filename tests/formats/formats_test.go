@@ -23,7 +23,7 @@ import (
 )
 
 // working is the version that is being worked on.
-const working = "v0.1.0"
+const working = "v0.2.0"
 
 var record = flag.Bool("record", false, "write the folder of the version in work anew")
 
