@@ -86,7 +86,7 @@ func TestLifeOfARelease(t *testing.T) {
 
 	older := b.older()
 	must(t, kit.BuildNext(ctx))
-	newer := b.make("v0.1.0-rc.2", filepath.Join(kit.Cache, "next", "bin"))
+	newer := b.make("v0.2.0-rc.1", filepath.Join(kit.Cache, "next", "bin"))
 	b.load(older)
 	b.load(newer)
 
