@@ -271,7 +271,8 @@ func (w *tenants) step(e event) bool {
 
 // To keep namespaces apart costs no place. If all pods ask for as much, or for replicas, the same pods have a place in the
 // same histories. If they ask for multiples of each other and none ends, the first pod that has a place in one history alone
-// is one of those that were kept apart. With other sizes, all is as without it. Otherwise namespaces share fewer nodes.
+// is one of those that were kept apart. With other sizes, the packing decides, and company only between nodes that it finds
+// alike: the same pods have a place in most histories. Otherwise namespaces share fewer nodes.
 func TestApartCostsNoPlace(t *testing.T) {
 	halves, every := []int{5, 10, 20, 40}, []int{1, 2, 3, 4, 5, 6, 7, 8}
 	for name, c := range map[string]struct {
@@ -289,7 +290,7 @@ func TestApartCostsNoPlace(t *testing.T) {
 		"two sizes":               {piece.KindUnits, memName, 79, 80, []int{10, 30}, 0, false, true},
 		"halves come and go":      {piece.KindUnits, memName, 79, 150, halves, 60, false, true},
 		"any requests":            {piece.KindUnits, memName, 16, 80, every, 0, true, false},
-		"any of them come and go": {piece.KindUnits, memName, 16, 150, every, 60, true, false},
+		"any of them come and go": {piece.KindUnits, memName, 16, 150, every, 60, false, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -318,6 +319,9 @@ func TestApartCostsNoPlace(t *testing.T) {
 			t.Logf("nodes that namespaces share, over all steps: %d; kept apart: %d; %d pods refused, in %d histories others", mixed, mixedApart, refused, gained)
 			if c.fewer && mixedApart >= mixed || refused < 5 {
 				t.Error("they are no more apart, or nothing was ever full")
+			}
+			if !c.fewer && gained > rounds(5, 200)/5 { // 17 of 200, and of "halves" 185
+				t.Error("with these sizes, company decides more than it may")
 			}
 		})
 	}
