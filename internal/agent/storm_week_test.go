@@ -112,8 +112,8 @@ func (s *storm) weekAway(whole bool) {
 			by = -by
 		}
 		s.putLocked(by)
-		// Both clocks are those of the one node. A runtime with another one than the agent's is for storms in which
-		// the checkpoint can always be read: where it cannot, creation times alone tell whose a container is.
+		// The agent and the runtime read one clock, the node's. Where the agent cannot read the kubelet's checkpoint,
+		// which happens in this storm, it tells by that clock whose a container is.
 		s.attack.skew = 0
 	}
 	s.news = []node.ContainerEvent{} // the runtime had no listener
