@@ -47,7 +47,8 @@ type State struct {
 	Daemons []Daemon `json:"daemons"`
 }
 
-// Daemon is one GPU's control daemon as it was last read.
+// Daemon is one GPU's control daemon as it was last read. PID, Start, Open, Serving, ServeAt and Problem are of the
+// end of the last round; the rest may be newer while a round is made.
 type Daemon struct {
 	GPU gpu.UUID `json:"gpu"`
 	// PID and Start identify the daemon. Start is in clock ticks since boot. Both are zero without
