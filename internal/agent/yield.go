@@ -477,6 +477,8 @@ func (y *yielder) evictOne(ctx context.Context, v *yield) {
 		o.evicted = o.evicted || o.holder.UID == pod.UID
 	}
 	y.mu.Unlock()
+	y.log.Info("evicted a pod of the spot tier", "pod", pod.String(), "within", left.Round(time.Millisecond).String(),
+		"took", time.Since(now).Round(time.Millisecond).String())
 	y.account.evicted(pod, status.Yielded, "its room in the spot tier was wanted")
 }
 
