@@ -74,8 +74,7 @@ func (b *bench) runs(what, owner string) (pod lab.ListedPod) {
 // back when it has ended, with and without evictions, and a Job counts nothing as its own failure.
 func TestTiers(t *testing.T) {
 	b := begin(t, oneTwice, oneTwiceOffers)
-	const grace = 2 * time.Second
-	yields := func(b *bench, options lab.DeployOptions, way string) {
+	yields := func(b *bench, options lab.DeployOptions, grace time.Duration, way string) {
 		options.Partitions, options.Env = oneTwice, map[string]string{"GPU_AGENT_YIELD_GRACE": grace.String()}
 		b.redeploy(options)
 		b.offers(oneTwiceOffers)
@@ -132,8 +131,11 @@ func TestTiers(t *testing.T) {
 			b.Errorf("the Job is %+v, %v", s, err)
 		}
 	}
-	b.sub("with evictions", func(b *bench) { yields(b, lab.DeployOptions{Components: []string{"evict"}}, "evicted") })
-	b.rest("without", func(b *bench) { yields(b, lab.DeployOptions{}, "ended") })
+	// A busy kubelet takes seconds to end an evicted pod, and after the grace the agent ends it.
+	b.sub("with evictions", func(b *bench) {
+		yields(b, lab.DeployOptions{Components: []string{"evict"}}, 20*time.Second, "evicted")
+	})
+	b.rest("without", func(b *bench) { yields(b, lab.DeployOptions{}, 2*time.Second, "ended") })
 }
 
 // Each mode of a GPU that TestTiers has not: GPU 0 has shares through MPS, 1 a fixed MIG instance, and 2 is cut as pods
