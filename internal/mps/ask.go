@@ -97,8 +97,9 @@ func (s *Supervisor) State() State {
 }
 
 // Detach detaches clients, so that their end harms no other client, and returns what became of
-// each, in the same order. It takes some 1.2 s at most for each client that
-// does not go. The error wraps gpu.ErrNotFound for a GPU without a daemon.
+// each, in the same order. It tells the daemon of one client after the other, and then waits up to 1.2 s for all to
+// go. Each answer is waited for as long; after a client without an answer it asks for no other. The error wraps
+// gpu.ErrNotFound for a GPU without a daemon.
 func (s *Supervisor) Detach(ctx context.Context, d Detach) ([]Detached, error) {
 	if err := d.check(); err != nil {
 		return nil, fmt.Errorf("detach clients of MPS: %w", err)

@@ -5,6 +5,7 @@ package mps
 import (
 	"context"
 	"os/exec"
+	"slices"
 	"time"
 
 	"example.com/gpu-agent/pkg/gpu"
@@ -39,4 +40,9 @@ type control interface {
 type sight struct {
 	percent float64
 	servers []Server
+}
+
+// serverOf returns the index of the server that has a client; -1 if none has.
+func (s *sight) serverOf(client int) int {
+	return slices.IndexFunc(s.servers, func(s Server) bool { return slices.Contains(s.Clients, client) })
 }

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -293,6 +294,42 @@ func TestDetach(t *testing.T) {
 		if _, err := c.Detach(t.Context(), bad); err == nil {
 			t.Errorf("%+v is taken", bad)
 		}
+	}
+}
+
+// TestClientsThatEndTogether: an agent has each container's clients detached by a call of its own, and a Deployment that
+// becomes smaller has many that end at one moment.
+func TestClientsThatEndTogether(t *testing.T) {
+	t.Parallel()
+	const many = 24
+	w := newWorld(t, emulated(t, "555.58.02"))
+	w.run(w.options())
+	w.sync(Want{GPU: gpuA, Percent: 4}, Want{GPU: gpuB, Percent: 4})
+	w.is(NewClient(w.state), gpuA, "")
+	all := w.clients(many)
+	c, errs := NewClient(w.state), make([]error, many)
+	var ending sync.WaitGroup
+	for i, one := range all {
+		ending.Go(func() {
+			got, err := c.Detach(t.Context(), Detach{gpuA, []int{one.pid, os.Getpid()}})
+			if err == nil && (len(got) != 2 || got[0] != (Detached{one.pid, Gone}) || got[1] != (Detached{os.Getpid(), NoClient})) {
+				err = fmt.Errorf("client %d: %+v", one.pid, got)
+			}
+			errs[i] = err
+		})
+	}
+	ending.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	for _, one := range all {
+		if !one.lost() {
+			t.Errorf("client %d has its context", one.pid)
+		}
+	}
+	// One that may not be asked for is refused alone.
+	if _, err := c.Detach(t.Context(), Detach{gpuA, []int{mostPID + 1}}); err == nil {
+		t.Error("a PID that no process can have is asked for")
 	}
 }
 

@@ -100,8 +100,7 @@ func (k *keeper) quit(ctx context.Context) {
 	}
 }
 
-// detach detaches clients, and returns what became of each, in the same order. After a client
-// that the daemon has not answered for, it does not ask for the others.
+// detach detaches clients, and returns what became of each, in the same order.
 func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
 	all := make([]Detached, len(clients))
 	for i, pid := range clients {
@@ -110,10 +109,9 @@ func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
 	select {
 	case k.turn <- struct{}{}:
 		defer func() { <-k.turn }()
-		for i := range all {
-			if all[i].Outcome = k.detachOne(ctx, all[i].Client); all[i].Outcome == Unanswered {
-				break
-			}
+		if k.control != nil && k.process.alive() {
+			k.terminate(ctx, all)
+			k.awaitGone(ctx, all)
 		}
 	case <-ctx.Done():
 	case <-time.After(k.patience): // a round waits for a daemon that is silent
@@ -132,40 +130,56 @@ func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
 	return all
 }
 
-// relist is the time between two looks for whether a client is still listed.
+// terminate tells the daemon to detach the clients that it lists, which are Listed then, and the others NoClient.
+// After one that it has not answered for, it does not ask for the rest.
+func (k *keeper) terminate(ctx context.Context, all []Detached) {
+	bounded, cancel := context.WithTimeout(ctx, k.patience)
+	s, err := k.look(bounded)
+	cancel()
+	if err != nil {
+		return
+	}
+	for i := range all {
+		at := s.serverOf(all[i].Client)
+		if at < 0 {
+			all[i].Outcome = NoClient
+			continue
+		}
+		if err := k.control.terminate(ctx, k.files, s.servers[at].PID, all[i].Client); err != nil {
+			return
+		}
+		k.heard() // many clients take longer than a heartbeat may be old
+		all[i].Outcome = Listed
+	}
+}
+
+// relist is the time between two looks for whether clients are still listed.
 const relist = 50 * time.Millisecond
 
-func (k *keeper) detachOne(ctx context.Context, client int) Outcome {
+// awaitGone waits until the daemon lists none of those that are Listed, which are Gone then.
+func (k *keeper) awaitGone(ctx context.Context, all []Detached) {
 	ctx, cancel := context.WithTimeout(ctx, k.patience)
 	defer cancel()
-	if k.control == nil || !k.process.alive() {
-		return Unanswered
-	}
-	told := false
-	for {
-		s, err := k.look(ctx)
-		switch {
-		case err != nil && told && ctx.Err() != nil:
-			return Listed
-		case err != nil:
-			return Unanswered
-		}
-		at := slices.IndexFunc(s.servers, func(s Server) bool { return slices.Contains(s.Clients, client) })
-		switch {
-		case at < 0 && told:
-			return Gone
-		case at < 0:
-			return NoClient
-		case !told:
-			if err := k.control.terminate(ctx, k.files, s.servers[at].PID, client); err != nil {
-				return Unanswered
-			}
-			told = true
-		}
+	listed := func(d Detached) bool { return d.Outcome == Listed }
+	for slices.ContainsFunc(all, listed) {
 		select {
 		case <-ctx.Done():
-			return Listed
+			return
 		case <-time.After(relist):
+		}
+		s, err := k.look(ctx)
+		if err != nil && ctx.Err() != nil {
+			return
+		}
+		for i := range all {
+			if !listed(all[i]) {
+				continue
+			}
+			if err != nil {
+				all[i].Outcome = Unanswered
+			} else if s.serverOf(all[i].Client) < 0 {
+				all[i].Outcome = Gone
+			}
 		}
 	}
 }

@@ -608,11 +608,17 @@ func (k *keeper) look(ctx context.Context) (sight, error) {
 		k.update(func(d *Daemon) { d.Percent = 0 })
 		return s, err
 	}
+	k.update(func(d *Daemon) { d.Percent, d.Servers = s.percent, s.servers })
+	k.heard()
+	return s, nil
+}
+
+// heard notes that the daemon has answered now.
+func (k *keeper) heard() {
 	answered := sinceBoot()
 	// A program that finds a heartbeat and no door would run without MPS.
 	if k.files.isOpen() {
 		k.beat.stamp(answered)
 	}
-	k.update(func(d *Daemon) { d.Percent, d.Servers, d.Answered = s.percent, s.servers, answered })
-	return s, nil
+	k.update(func(d *Daemon) { d.Answered = answered })
 }

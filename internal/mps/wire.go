@@ -52,8 +52,9 @@ const (
 	// of a server.
 	mostRequest = 64 << 10
 	mostReply   = 4 << 20
-	// mostAgents is how many requests are served at a time.
-	mostAgents = 4
+	// mostAsked is how many requests are served at a time. An agent has one for each GPU whose clients it has
+	// detached, one for each that it probes, and one for all else.
+	mostAsked = 2*mostGPUs + 2
 	// readWait is how long a request or a reply may take to be read or written.
 	readWait = 5 * time.Second
 	// keepWait is the time between two looks for whether the socket's file is still there.
@@ -73,7 +74,7 @@ func (s *Supervisor) serve(ctx context.Context) error {
 	defer context.AfterFunc(ctx, func() { _ = now.Load().SetDeadline(time.Now()) })()
 	var answering sync.WaitGroup
 	defer answering.Wait()
-	places := make(chan struct{}, mostAgents)
+	places := make(chan struct{}, mostAsked)
 	for ctx.Err() == nil {
 		if l, err = socket.Keep(l, path, "."+socketName); err != nil {
 			return fmt.Errorf("serve agents: %w", err)
@@ -180,80 +181,4 @@ func readLine(from io.Reader, most int) ([]byte, error) {
 			len(line), most, gpu.ErrInvalid)
 	}
 	return line, err
-}
-
-// Client asks a supervisor. Its zero value is not usable.
-type Client struct{ path string }
-
-// NewClient returns a client for the supervisor of a state directory. It connects for each
-// question, so the supervisor may come and go.
-func NewClient(stateDir string) *Client { return &Client{filepath.Join(stateDir, socketName)} }
-
-// Sync sets what shall be and returns what is, as Supervisor.Sync does. An empty list of wants is
-// that no GPU shall have a daemon. The error wraps gpu.ErrNotFound if no supervisor listens, and
-// gpu.ErrTimeout if it does not answer before ctx ends; without a deadline, in half a minute.
-func (c *Client) Sync(ctx context.Context, wants []Want) (State, error) {
-	if wants == nil {
-		wants = []Want{}
-	}
-	r, err := c.ask(ctx, request{Want: &wants})
-	return r.State, err
-}
-
-// State returns what is, and wants nothing.
-func (c *Client) State(ctx context.Context) (State, error) {
-	r, err := c.ask(ctx, request{})
-	return r.State, err
-}
-
-// Detach detaches clients, as Supervisor.Detach does.
-func (c *Client) Detach(ctx context.Context, d Detach) ([]Detached, error) {
-	r, err := c.ask(ctx, request{Detach: &d})
-	return r.Detached, err
-}
-
-// Probe probes a GPU's server, as Supervisor.Probe does.
-func (c *Client) Probe(ctx context.Context, u gpu.UUID) (Probed, error) {
-	r, err := c.ask(ctx, request{Probe: u})
-	return r.Probed, err
-}
-
-// askWait bounds a question without a deadline.
-const askWait = 30 * time.Second
-
-func (c *Client) ask(ctx context.Context, q request) (r reply, err error) {
-	defer func() {
-		if errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) {
-			err = fmt.Errorf("%w: %w", gpu.ErrTimeout, err)
-		}
-		if err != nil {
-			err = fmt.Errorf("ask the supervisor of MPS: %w", err)
-		}
-	}()
-	ctx, cancel := context.WithTimeout(ctx, askWait)
-	defer cancel()
-	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", c.path)
-	if err != nil {
-		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ECONNREFUSED) {
-			err = fmt.Errorf("%w: %w; does it run?", gpu.ErrNotFound, err)
-		}
-		return r, err
-	}
-	defer conn.Close()
-	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Now()) })()
-	q.Version = wireVersion
-	if err := json.NewEncoder(conn).Encode(q); err != nil {
-		return r, err
-	}
-	line, err := readLine(conn, mostReply)
-	if err != nil {
-		return r, err
-	}
-	if err := strict(line, &r); err != nil {
-		return reply{}, fmt.Errorf("read its answer: %w", err)
-	}
-	if r.Error != "" {
-		return r, errors.New(r.Error)
-	}
-	return r, nil
 }
