@@ -47,10 +47,11 @@ func (g *Guard) Detach(ctx context.Context, c *node.Container) {
 
 // detach detaches all clients of a container from the servers of MPS before the container is ended: the
 // end of a client that computes ends the work of its neighbours. A daemon that does not answer in time
-// is counted, and keeps the container no longer. It returns how many were detached.
-func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool) (detached int) {
+// is counted, and keeps the container no longer. It returns how many were detached, and those that no daemon was
+// asked for, because the supervisor of the daemons did not answer.
+func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool) (detached int, unasked []int) {
 	if r.shares == nil {
-		return 0
+		return 0, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, detachTimeout)
 	defer cancel()
@@ -67,7 +68,7 @@ func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool)
 		}
 		done, timedOut, err := r.shares.Detach(ctx, u, clients)
 		if err != nil {
-			done, timedOut = 0, len(clients)
+			done, timedOut, unasked = 0, len(clients), append(unasked, clients...)
 		}
 		detached += done
 		r.detached.Add(uint64(done))
@@ -77,7 +78,7 @@ func (r *reaper) detach(ctx context.Context, what string, in func(pid int) bool)
 				[]any{"what", what, "gpu", u}, "clients", timedOut, "err", err)
 		}
 	}
-	return detached
+	return detached, unasked
 }
 
 func (r *reaper) detaches() (done, not uint64) { return r.detached.Load(), r.undetached.Load() }

@@ -31,7 +31,8 @@ type ending struct {
 	timer *time.Timer
 	// named is true if the API server has named the pod, and so tells when it is gone.
 	named bool
-	// asked are the clients that the daemons were asked to detach; each is asked for once.
+	// asked are the clients that the daemons were asked to detach; each is asked for once, unless the question was
+	// not taken.
 	asked map[int]bool
 }
 
@@ -73,7 +74,8 @@ func (e *endings) noteLocked(ctx context.Context, pod workload.Pod, by time.Time
 func (e *endings) try(ctx context.Context, p *ending) {
 	if ctx.Err() == nil {
 		in := e.inPod(p.pod.UID)
-		detached := e.detach(ctx, p.String(), func(pid int) bool { return in(pid) && e.first(p, pid) })
+		detached, unasked := e.detach(ctx, p.String(), func(pid int) bool { return in(pid) && e.first(p, pid) })
+		e.again(p, unasked)
 		if detached > 0 {
 			e.log.Info("detached the clients of MPS of a pod that ends", "pod", p.String(), "clients", detached)
 		}
@@ -100,6 +102,15 @@ func (e *endings) first(p *ending, pid int) bool {
 	first := !p.asked[pid]
 	p.asked[pid] = true
 	return first
+}
+
+// again has clients asked for once more.
+func (e *endings) again(p *ending, pids []int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, pid := range pids {
+		delete(p.asked, pid)
+	}
 }
 
 // gone takes in that the API server does not have a pod any longer. Clients that it still has are detached at once:

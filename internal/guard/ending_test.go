@@ -51,8 +51,10 @@ func TestPodEnds(t *testing.T) {
 		{"evicted, too, earlier", func(p *ended) { p.evicted(30); p.ends(31) }, []string{"28s detach [10 11]"}, 2, 0},
 		{"forced at a start", func(p *ended) { p.hide(); p.sleep(5); p.gone(); p.sleep(0.2); p.client(10) },
 			[]string{"5.5s detach [10]"}, 1, 0},
-		{"the daemon is silent", func(p *ended) { p.mute(); p.ends(3); p.sleep(1.2); p.gone() },
-			[]string{"1s timeout [10 11]"}, 0, 2},
+		{"the daemon is silent", func(p *ended) { p.client(12); p.mute(); p.ends(3); p.sleep(1.2); p.gone() },
+			[]string{"1s timeout [10 11 12]"}, 0, 3},
+		{"the supervisor is away for a while", func(p *ended) { p.mute(); p.ends(3); p.sleep(1.7); p.hear() },
+			[]string{"1s timeout [10 11]", "1.5s timeout [10 11]", "2s detach [10 11]"}, 2, 4},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -115,7 +117,10 @@ func (p *ended) hide() { p.s.with(func() { clear(p.s.of[gpu0].Clients) }) }
 
 func (p *ended) client(pid int) { p.s.with(func() { p.s.of[gpu0].Clients[pid] = true }) }
 
+// mute has the daemon not answer; for an even number of clients, the supervisor. hear ends that.
 func (p *ended) mute() { p.s.with(func() { p.s.mute = func() bool { return true } }) }
+
+func (p *ended) hear() { p.s.with(func() { p.s.mute = nil }) }
 
 // TestEndingsWithoutMPS: on a node without MPS nothing is kept of pods that end.
 func TestEndingsWithoutMPS(t *testing.T) {
