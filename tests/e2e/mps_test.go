@@ -213,7 +213,7 @@ func (b *bench) cleanedOfMPS() {
 }
 
 // TestMPSEnds: a program that computes until the kubelet kills it ends its neighbour's work. With the component
-// mps-detach its neighbour goes on, after a forced deletion, too.
+// mps-detach its neighbour goes on, after a forced deletion, too, and when many pods end at one moment.
 func TestMPSEnds(t *testing.T) {
 	b := begin(t, oneShared, oneSharedOffers)
 	b.redeploy(lab.DeployOptions{Partitions: oneUnderMPS, Components: []string{"mps"}})
@@ -227,12 +227,14 @@ func TestMPSEnds(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		deploy bool // with the component, from now on
+		pods   int
 		end    func(*lab.RunningPod) error
 		hurt   bool
 	}{
-		{"without", false, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, true},
-		{"deleted", true, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, false},
-		{"forced", false, func(p *lab.RunningPod) error { return p.ForceDelete(b.ctx) }, false},
+		{"without", false, 1, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, true},
+		{"deleted", true, 1, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, false},
+		{"forced", false, 1, func(p *lab.RunningPod) error { return p.ForceDelete(b.ctx) }, false},
+		{"together", false, 8, func(p *lab.RunningPod) error { return p.Delete(b.ctx) }, false},
 	} {
 		if c.deploy {
 			var err error
@@ -243,36 +245,50 @@ func TestMPSEnds(t *testing.T) {
 		before, err := agent.Metrics(b.ctx)
 		b.must(err)
 		neighbour := b.tenant(c.name+"-neighbour", 20)
-		container := b.container("main", map[string]int{lab.Memory: 20})
+		container := b.container("main", map[string]int{lab.Memory: 40 / c.pods})
 		container.Then = lab.Deaf
-		ends := b.create(lab.Pod{Name: c.name + "-ends", Grace: 6 * time.Second, Containers: []lab.Container{container}})
-		b.must(ends.Running(b.ctx))
-		theirs, own := b.probe(neighbour, "main", nil), b.probe(ends, "main", nil)
-		b.take(theirs, chunk, 1)
-		b.take(own, chunk, 1)
-		computes, err := ends.Processes(b.ctx, "main", lab.ProbeProgram)
-		b.must(err)
-		if len(computes) != 1 {
-			b.Fatalf("pod %s has the programs %v, want one", ends, computes)
+		var end []*lab.RunningPod
+		for i := range c.pods {
+			end = append(end, b.create(lab.Pod{Name: fmt.Sprintf("%s-ends-%d", c.name, i), Grace: 6 * time.Second, Containers: []lab.Container{container}}))
 		}
-		b.must(driver.KeepBusy(b.ctx, 0, computes[0], 100))
-		b.must(c.end(ends))
-		_, _, err = node.End(b.ctx, time.Minute, computes[0])
-		b.must(err)
+		b.must(each(end, func(p *lab.RunningPod) error { return p.Running(b.ctx) }))
+		theirs := b.probe(neighbour, "main", nil)
+		b.take(theirs, chunk, 1)
+		probes, busy := []*lab.Probe{theirs}, []lab.Process{}
+		for _, p := range end {
+			own := b.probe(p, "main", nil)
+			b.take(own, chunk, 1)
+			computes, err := p.Processes(b.ctx, "main", lab.ProbeProgram)
+			b.must(err)
+			if len(computes) != 1 {
+				b.Fatalf("pod %s has the programs %v, want one", p, computes)
+			}
+			b.must(driver.KeepBusy(b.ctx, 0, computes[0], 100/c.pods))
+			probes, busy = append(probes, own), append(busy, computes[0])
+		}
+		b.must(each(end, c.end))
+		b.must(each(busy, func(p lab.Process) error {
+			_, _, err := node.End(b.ctx, time.Minute, p)
+			return err
+		}))
 		a := b.ask(theirs, "take cuMemAlloc_v2 %d 1", chunk)
 		if hurt := a.Result() != lab.Success; hurt != c.hurt {
 			b.Errorf("%s: the neighbour says %s after the end; want that it is hurt: %v", c.name, a, c.hurt)
 		}
 		after, err := agent.Metrics(b.ctx)
 		b.must(err)
-		const detached = `gpu_agent_mps_detaches_total{outcome="detached"}`
-		if n := after[detached] - before[detached]; (n == 0) != c.hurt || n > 1 {
-			b.Errorf("%s: %v clients were detached, want one only with the component", c.name, n)
+		want := float64(c.pods)
+		if c.hurt {
+			want = 0
 		}
-		_ = theirs.Close()
-		_ = own.Close()
+		const detached = `gpu_agent_mps_detaches_total{outcome="detached"}`
+		if n := after[detached] - before[detached]; n != want {
+			b.Errorf("%s: %v clients were detached, want %v", c.name, n, want)
+		}
+		for _, p := range probes {
+			_ = p.Close()
+		}
 		b.must(neighbour.Delete(b.ctx))
-		b.must(ends.Gone(b.ctx))
-		b.must(neighbour.Gone(b.ctx))
+		b.must(each(append(end, neighbour), func(p *lab.RunningPod) error { return p.Gone(b.ctx) }))
 	}
 }
