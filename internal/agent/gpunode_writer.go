@@ -153,12 +153,11 @@ func (w *gpuNodeWriter) write(ctx context.Context) error {
 			r.Cancel()
 			continue
 		}
-		calm = time.Time{}
 		if err := w.put(ctx, want, false); err != nil {
 			again = time.After(pause.Step())
 			continue
 		}
-		pause = backOff(backOffMax)
+		calm, pause = time.Time{}, backOff(backOffMax)
 	}
 }
 

@@ -402,6 +402,26 @@ func TestGPUNodeAfterAnOutage(t *testing.T) {
 	})
 }
 
+// A write of the occupancy that fails is tried again after the pause, and does not wait for a minute once more.
+func TestGPUNodeAfterAFailedWrite(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &gpuNodes{}
+		b := withGPUNodes(t, newOutside(2), g, t.TempDir(), allShared, gpunode.InPods)
+		defer b.end()
+		b.wantIs(g, soon, "gpu-mem free 8/8 largest 4")
+		fail := func(err error) {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			g.fails = err
+		}
+		fail(errors.New("away"))
+		b.hold("a", memResource, string(uuid(0))+"::0")
+		time.Sleep(occupancyWithin + soon)
+		fail(nil)
+		b.wantIs(g, 5*backOffMin, "gpu-mem free 7/8 largest 4")
+	})
+}
+
 // What changes without rest is rationed, and the last word arrives.
 func TestGPUNodeWritesAreRationed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

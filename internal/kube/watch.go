@@ -39,6 +39,9 @@ type Target struct {
 	// with growing pauses, up to Options.Relist: an API server that has just started refuses what it allows
 	// a moment later.
 	Missing func(error)
+	// Listed, if set, is called before each call with what a list has found. Versions that were seen before tell
+	// nothing any longer: the server may have been put back to a backup.
+	Listed func()
 }
 
 // in returns the client for the target.
@@ -172,6 +175,9 @@ func (s *Server) List(ctx context.Context, t Target, see func(*unstructured.Unst
 	s.allowed("list", t, err)
 	if err != nil {
 		return "", err
+	}
+	if t.Listed != nil {
+		t.Listed()
 	}
 	for i := range list.Items {
 		if t.Chosen == nil && list.Items[i].GetName() == t.Name {

@@ -26,9 +26,9 @@ type ourGPUNode struct {
 	*ourNode
 
 	mu sync.Mutex
-	// Guarded by mu. version is the resource version of the last answer; empty while the server has
-	// no GPUNode. owned is true if the present Node owns the object. unsupported is true while the server
-	// does not know GPUNodes, or does not allow them.
+	// Guarded by mu. version is the resource version of the last answer since the last list; empty if there
+	// was none, and while the server has no GPUNode. owned is true if the present Node owns the object.
+	// unsupported is true while the server does not know GPUNodes, or does not allow them.
 	version     string
 	owned       bool
 	unsupported bool
@@ -55,6 +55,10 @@ func (g *ourGPUNode) WatchGPUNode(ctx context.Context, fn func(*gpunode.Status, 
 		g.unsupported = true
 		g.mu.Unlock()
 		fn(nil, err)
+	}, Listed: func() {
+		g.mu.Lock()
+		g.version = "" // a list is right also if it has an older object than an answer had
+		g.mu.Unlock()
 	}}
 	return g.server.Follow(ctx, t, func(object *unstructured.Unstructured) {
 		status, err := kube.ReadGPUNode(object)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"reflect"
 	"slices"
@@ -177,6 +178,59 @@ func TestGPUNodeIsOptional(t *testing.T) {
 				t.Errorf("the agent is told that it cannot do without: %s", r)
 			default:
 			}
+		})
+	}
+}
+
+// A server that was put back to a snapshot has an object that is older than what was written. That is told, also if
+// the server did not know GPUNodes for a moment after its start.
+func TestGPUNodeOfARestoredServer(t *testing.T) {
+	for _, missing := range []bool{false, true} {
+		t.Run(fmt.Sprintf("missing for a moment: %v", missing), func(t *testing.T) {
+			s := newServer(t)
+			s.Put("nodes", "", "node-1", withUID("u-1"))
+			c, told := gpuNodes(t, s)
+			write := func(n int) {
+				t.Helper()
+				if _, err := c.WriteGPUNode(t.Context(), summed(n)); err != nil {
+					t.Fatal(err)
+				}
+				kubetest.Await(t, "the watch tells of it", func() bool { return kubetest.Receive(t, told) == fmt.Sprintf("%d GPUs", n) })
+			}
+			write(1)
+			var version, history int
+			var then map[string]map[string]any
+			s.Set(func() { version, history, then = s.Version, len(s.History), maps.Clone(s.Objects) })
+			write(2)
+			write(3)
+			s.Stop()
+			refuse, listed := missing, false
+			s.Set(func() {
+				s.Version, s.History, s.Objects = version, s.History[:history:history], then
+				s.Fault = func(verb, resource string, w http.ResponseWriter) (handled bool) {
+					s.Set(func() {
+						switch {
+						case !strings.HasPrefix(resource, "gpunodes"):
+						case refuse:
+							kubetest.Refuse(w, 404, "NotFound")
+							handled = true
+						case verb == "list":
+							listed = true
+						case !listed: // servers are away for longer than the pause before the next watch
+							kubetest.Refuse(w, 503, "ServiceUnavailable")
+							handled = true
+						}
+					})
+					return handled
+				}
+			})
+			s.Back()
+			if missing {
+				kubetest.Await(t, "it is missing", func() bool { return strings.HasPrefix(kubetest.Receive(t, told), "error ") })
+				s.Set(func() { refuse = false })
+			}
+			kubetest.Await(t, "the watch tells of the older one", func() bool { return kubetest.Receive(t, told) == "1 GPUs" })
+			write(4)
 		})
 	}
 }
