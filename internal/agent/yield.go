@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 
 	"example.com/gpu-agent/internal/brief"
@@ -37,9 +38,8 @@ const (
 	// make many rounds in a second.
 	yieldEvery = time.Second
 	yieldLeast = 50 * time.Millisecond
-	// evictAgain is how long the yielder waits after a refused eviction. evictRate and evictBurst bound
-	// the requests, a second and at once: a node may have hundreds of spot pods. evictPatience bounds
-	// one of them.
+	// evictAgain is the time between two tries to evict a pod. evictRate and evictBurst bound the requests, a
+	// second and at once: a node may have hundreds of spot pods. evictPatience bounds one of them.
 	evictAgain    = 5 * time.Second
 	evictRate     = 10
 	evictBurst    = 10
@@ -121,9 +121,10 @@ type yield struct {
 	told    bool
 	// whole is true if its pod can be evicted: it has nothing that is guaranteed.
 	whole bool
-	// evicted is true if the API server has accepted the eviction of its pod; again is when to ask next.
-	evicted bool
-	again   time.Time
+	// evicted is true if the API server has accepted the eviction of its pod, and asking while it is asked for that;
+	// again is when to ask next.
+	evicted, asking bool
+	again           time.Time
 	// detached has the containers whose clients of MPS were detached.
 	detached map[string]bool
 	// ended counts the tries to end one of its containers that have done so, or are under way.
@@ -391,8 +392,12 @@ func (y *yielder) choose(v *yield, guaranteed map[workload.Pod]bool, now time.Ti
 	v.whole = p.Name != "" && p.UID != "" && !guaranteed[workload.Pod{Namespace: p.Namespace, Name: p.Name}]
 }
 
-// evictAll evicts the pods that are to be evicted, one after the other, until ctx ends.
+// evictAll evicts the pods that are to be evicted, until ctx ends. An API server that takes long for each keeps none of
+// the others waiting.
 func (y *yielder) evictAll(ctx context.Context) error {
+	var asking errgroup.Group
+	asking.SetLimit(evictBurst)
+	defer func() { _ = asking.Wait() }()
 	for {
 		v, wait := y.nextEviction(time.Now())
 		if v == nil {
@@ -404,12 +409,41 @@ func (y *yielder) evictAll(ctx context.Context) error {
 			}
 			timer.Stop()
 		} else if y.limit.Wait(ctx) == nil {
-			y.evictOne(ctx, v)
+			pod := y.ask(v)
+			asking.Go(func() error {
+				y.answered(pod, y.evictOne(ctx, v, pod))
+				return nil
+			})
 		}
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
 	}
+}
+
+// ask notes that the API server is asked to evict the pod of an allocation, for all of the pod's containers.
+func (y *yielder) ask(v *yield) workload.Pod {
+	y.mu.Lock()
+	defer y.mu.Unlock()
+	pod, again := v.holder.Pod, time.Now().Add(evictAgain)
+	for o := range y.yieldsLocked() {
+		if o.holder.UID == pod.UID {
+			o.asking, o.again = true, again
+		}
+	}
+	return pod
+}
+
+// answered notes whether the API server has accepted the eviction of a pod.
+func (y *yielder) answered(pod workload.Pod, accepted bool) {
+	y.mu.Lock()
+	for o := range y.yieldsLocked() {
+		if o.holder.UID == pod.UID {
+			o.asking, o.evicted = false, o.evicted || accepted
+		}
+	}
+	y.mu.Unlock()
+	poke(y.evictable)
 }
 
 // yieldsLocked yields the allocations that are to give their room back.
@@ -431,7 +465,7 @@ func (y *yielder) nextEviction(now time.Time) (next *yield, wait time.Duration) 
 	wait = time.Minute
 	for v := range y.yieldsLocked() {
 		switch {
-		case !v.whole || v.evicted || !now.Before(v.by):
+		case !v.whole || v.evicted || v.asking || !now.Before(v.by):
 		case now.Before(v.again):
 			wait = min(wait, v.again.Sub(now))
 		case next == nil || cmp.Or(v.by.Compare(next.by), cmp.Compare(v.id, next.id)) < 0:
@@ -441,21 +475,13 @@ func (y *yielder) nextEviction(now time.Time) (next *yield, wait time.Duration) 
 	return next, wait
 }
 
-// evictOne evicts the pod of an allocation, if it still is to give its room back.
-func (y *yielder) evictOne(ctx context.Context, v *yield) {
+// evictOne evicts the pod of an allocation, if it still is to give its room back. It reports whether the API server
+// has accepted that.
+func (y *yielder) evictOne(ctx context.Context, v *yield, pod workload.Pod) (accepted bool) {
 	now := time.Now()
 	left := v.by.Sub(now)
-	a, _ := y.ledger.Get(v.id)
-	y.mu.Lock()
-	pod := v.holder.Pod
-	for o := range y.yieldsLocked() { // another container of the same pod may be about to be asked for
-		if o.holder.UID == pod.UID {
-			o.again = now.Add(evictAgain)
-		}
-	}
-	y.mu.Unlock()
-	if left <= 0 || !v.stands(&a) || !a.Yielding() || a.Holder.Pod != pod {
-		return
+	if a, _ := y.ledger.Get(v.id); left <= 0 || !v.stands(&a) || !a.Yielding() || a.Holder.Pod != pod {
+		return false
 	}
 	bounded, cancel := context.WithTimeout(ctx, min(left, evictPatience))
 	defer cancel()
@@ -464,22 +490,18 @@ func (y *yielder) evictOne(ctx context.Context, v *yield) {
 	case errors.Is(err, agentkube.ErrBudget):
 		y.ration.Log(slog.LevelInfo, "a disruption budget keeps a pod of the spot tier until the end of its grace",
 			[]any{"pod", pod.String()}, "err", err)
-		return
+		return false
 	case err != nil:
 		if ctx.Err() == nil {
 			y.ration.Log(slog.LevelWarn, "cannot evict a pod of the spot tier; its container is ended after the grace",
 				[]any{"pod", pod.String()}, "err", err)
 		}
-		return
+		return false
 	}
-	y.mu.Lock()
-	for o := range y.yieldsLocked() {
-		o.evicted = o.evicted || o.holder.UID == pod.UID
-	}
-	y.mu.Unlock()
 	y.log.Info("evicted a pod of the spot tier", "pod", pod.String(), "within", left.Round(time.Millisecond).String(),
 		"took", time.Since(now).Round(time.Millisecond).String())
 	y.account.evicted(pod, status.Yielded, "its room in the spot tier was wanted")
+	return true
 }
 
 // throughMPS reports whether an allocation has a share of a GPU's multiprocessors through MPS.

@@ -42,7 +42,8 @@ type yields struct {
 	began    time.Time
 	done     []string
 	budget   bool
-	deaf     bool // what is ended goes on
+	deaf     bool          // what is ended goes on
+	slow     time.Duration // that an eviction takes
 	counted  []string
 	before   func(id string)   // called before an end
 	requests []time.Time       // for evictions
@@ -88,8 +89,9 @@ func (y *yields) Detach(_ context.Context, c *node.Container) { y.note("detach %
 func (y *yields) Evict(_ context.Context, p workload.Pod, grace time.Duration) error {
 	y.mu.Lock()
 	y.requests = append(y.requests, time.Now())
-	budget := y.budget
+	budget, slow := y.budget, y.slow
 	y.mu.Unlock()
+	time.Sleep(slow)
 	y.note("evict %s %s %s", p, p.UID, grace.Round(time.Second))
 	if budget {
 		return fmt.Errorf("evict: %w", agentkube.ErrBudget)
@@ -552,31 +554,59 @@ func TestEndThatTakesLong(t *testing.T) {
 	})
 }
 
+// manySpot starts an agent on whose GPU n spot pods have a unit each, and a guaranteed pod is given the units of all.
+func manySpot(t *testing.T, n int) (*bench, *yields) {
+	t.Helper()
+	o := newOutside(1)
+	o.memory, o.unit = newMemory(), 1
+	o.inv.GPUs[0].Memory, o.inv.GPUs[0].Reserved = gpu.MiB(n), 0
+	y := &yields{o: o, grace: testGrace, evicts: true, asks: map[string]func(){}}
+	o.yields = y
+	b := start(t, o, t.TempDir(), twoTiers)
+	var all []string
+	for i := range n {
+		id := unitsOn(0, i)[0]
+		all = append(all, id)
+		b.allocate(fmt.Sprint("p", i), spotResource, id)
+	}
+	for _, id := range all {
+		if err := b.prepare(spotResource, id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	time.Sleep(10 * time.Second)
+	y.began = time.Now()
+	b.guaranteed("api", all...)
+	return b, y
+}
+
+// An API server that takes seconds for each eviction keeps no pod waiting for that of another, and is not asked for one
+// pod twice meanwhile.
+func TestSlowEvictions(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const n = 20
+		b, y := manySpot(t, n)
+		defer b.end()
+		y.with(func() { y.slow = evictAgain + 2*time.Second })
+		time.Sleep(testGrace - time.Second)
+		asked := map[string]int{}
+		for _, what := range y.list() {
+			asked[strings.Fields(what)[1]]++
+		}
+		for i := range n {
+			if pod := fmt.Sprint("ns/p", i); asked[pod] != 1 {
+				t.Errorf("the API server has evicted %s %d times", pod, asked[pod])
+			}
+		}
+	})
+}
+
 // Many spot allocations make a bounded number of requests a second, and all of them end in time.
 func TestManyYield(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 100
-		o := newOutside(1)
-		o.memory, o.unit = newMemory(), 1
-		o.inv.GPUs[0].Memory, o.inv.GPUs[0].Reserved = n, 0
-		y := &yields{o: o, grace: testGrace, evicts: true, asks: map[string]func(){}}
-		o.yields = y
-		b := start(t, o, t.TempDir(), twoTiers)
+		b, y := manySpot(t, n)
 		defer b.end()
-		var all []string
-		for i := range n {
-			id := unitsOn(0, i)[0]
-			all = append(all, id)
-			b.allocate(fmt.Sprint("p", i), spotResource, id)
-		}
-		for _, id := range all {
-			if err := b.prepare(spotResource, id); err != nil {
-				t.Fatal(err)
-			}
-		}
-		time.Sleep(10 * time.Second)
-		y.began = time.Now()
-		b.guaranteed("api", all...)
 		time.Sleep(testGrace)
 		y.mu.Lock()
 		most := 0
@@ -591,9 +621,9 @@ func TestManyYield(t *testing.T) {
 		}
 		time.Sleep(5 * time.Second)
 		left := 0
-		o.with(func() {
+		b.with(func() {
 			for i := range n {
-				if !o.ended[fmt.Sprintf("p%dc", i)] {
+				if !b.outside.ended[fmt.Sprintf("p%dc", i)] {
 					left++
 				}
 			}
