@@ -9,7 +9,6 @@ import (
 	"crypto/sha256"
 	"embed"
 	"encoding/hex"
-	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -197,16 +196,26 @@ func BuildHide(ctx context.Context, out string) error {
 		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w",
 			hideName, machine, gpu.ErrNotSupported)
 	}
-	program := filepath.Join(out, hideName)
+	// Not in out: whoever compiles this package meanwhile would embed it, and find it gone.
+	tmp, err := os.MkdirTemp(filepath.Dir(out), ".memcap-build-")
+	if err != nil {
+		return fmt.Errorf("make build folder: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	program := filepath.Join(tmp, hideName)
 	cmd := exec.CommandContext(ctx, "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=",
 		"-o", program, "example.com/gpu-agent/pkg/memcap/lib/hide")
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOOS=linux", "GOARCH="+arch, "GOAMD64=v1", "GOARM64=v8.0")
 	if said, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("build the program %s: %w\n%s", hideName, err, said)
 	}
+	packed := program + packedSuffix
 	data, err := os.ReadFile(program)
 	if err == nil {
-		err = errors.Join(os.WriteFile(program+packedSuffix, pack(data), 0o644), os.Remove(program))
+		err = os.WriteFile(packed, pack(data), 0o644)
+	}
+	if err == nil {
+		err = os.Rename(packed, filepath.Join(out, filepath.Base(packed)))
 	}
 	if err != nil {
 		return fmt.Errorf("pack the program %s: %w", hideName, err)
