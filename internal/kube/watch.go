@@ -39,8 +39,8 @@ type Target struct {
 	// with growing pauses, up to Options.Relist: an API server that has just started refuses what it allows
 	// a moment later.
 	Missing func(error)
-	// Listed, if set, is called before each call with what a list has found. Versions that were seen before tell
-	// nothing any longer: the server may have been put back to a backup.
+	// Listed, if set, is called before each call with what a list has found, but for a whole resource. Versions
+	// that were seen before tell nothing any longer: the server may have been put back to a backup.
 	Listed func()
 }
 

@@ -304,19 +304,29 @@ func TestClientsThatEndTogether(t *testing.T) {
 	const many = 24
 	w := newWorld(t, emulated(t, "555.58.02"))
 	w.run(w.options())
-	w.sync(Want{GPU: gpuA, Percent: 4}, Want{GPU: gpuB, Percent: 4})
+	w.sync(Want{GPU: gpuA, Percent: 4})
 	w.is(NewClient(w.state), gpuA, "")
 	all := w.clients(many)
 	c, errs := NewClient(w.state), make([]error, many)
+	// As in TestDetach, the daemon may not answer in time, or the client be slow to go; no call is refused.
+	detached := func(pid int) error {
+		for try := range 50 {
+			got, err := c.Detach(t.Context(), Detach{gpuA, []int{pid, os.Getpid()}})
+			if err != nil {
+				return err
+			}
+			if len(got) != 2 || got[0].Client != pid || got[1].Client != os.Getpid() || got[1].Outcome == Gone || got[1].Outcome == Listed {
+				return fmt.Errorf("client %d: %+v", pid, got)
+			}
+			if is := got[0].Outcome; is == Gone || is == NoClient && try > 0 {
+				return nil
+			}
+		}
+		return fmt.Errorf("client %d stays", pid)
+	}
 	var ending sync.WaitGroup
 	for i, one := range all {
-		ending.Go(func() {
-			got, err := c.Detach(t.Context(), Detach{gpuA, []int{one.pid, os.Getpid()}})
-			if err == nil && (len(got) != 2 || got[0] != (Detached{one.pid, Gone}) || got[1] != (Detached{os.Getpid(), NoClient})) {
-				err = fmt.Errorf("client %d: %+v", one.pid, got)
-			}
-			errs[i] = err
-		})
+		ending.Go(func() { errs[i] = detached(one.pid) })
 	}
 	ending.Wait()
 	if err := errors.Join(errs...); err != nil {
