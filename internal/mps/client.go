@@ -25,13 +25,13 @@ type Client struct {
 	path string
 
 	mu sync.Mutex
-	// next is the question after the one that is under way, for each GPU whose clients are detached; nil if nobody
-	// waits for one. Guarded by mu.
+	// Guarded by mu. next has an entry for each GPU about which the client asks the supervisor now: the question that
+	// it asks after that one, or nil if no call has come since.
 	next map[gpu.UUID]*leaving
 }
 
-// leaving is one question for the supervisor, of all that have come since the one before: many containers may end at
-// one moment, and the supervisor detaches clients together that it is told of together.
+// leaving is one question to the supervisor: the clients of all calls that came while the client asked the question
+// before. Many containers may end at one moment, and the supervisor detaches the clients of one question together.
 type leaving struct {
 	clients []int // guarded by the Client's mu until the question is asked
 	// outcome is that of each client, and err why there is none, once done is closed.
@@ -95,7 +95,7 @@ func (c *Client) Detach(ctx context.Context, d Detach) ([]Detached, error) {
 	return all, nil
 }
 
-// detach asks for one GPU's clients until nobody waits for another question.
+// detach asks the supervisor one question after the other about a GPU, until no call waits.
 func (c *Client) detach(u gpu.UUID) {
 	for {
 		c.mu.Lock()

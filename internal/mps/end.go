@@ -102,54 +102,60 @@ func (k *keeper) quit(ctx context.Context) {
 
 // detach detaches clients, and returns what became of each, in the same order.
 func (k *keeper) detach(ctx context.Context, clients []int) []Detached {
-	all := make([]Detached, len(clients))
+	d := detaching{k, make([]Detached, len(clients))}
 	for i, pid := range clients {
-		all[i] = Detached{pid, Unanswered}
+		d.all[i] = Detached{pid, Unanswered}
 	}
 	select {
 	case k.turn <- struct{}{}:
 		defer func() { <-k.turn }()
 		if k.control != nil && k.process.alive() {
-			k.terminate(ctx, all)
-			k.awaitGone(ctx, all)
+			d.tell(ctx)
+			d.awaitGone(ctx)
 		}
 	case <-ctx.Done():
 	case <-time.After(k.patience): // a round waits for a daemon that is silent
 	}
-	k.update(func(d *Daemon) {
-		for _, one := range all {
+	k.update(func(state *Daemon) {
+		for _, one := range d.all {
 			switch one.Outcome {
 			case Gone:
-				d.Detached++
+				state.Detached++
 			case Unanswered:
-				d.TimedOut++
+				state.TimedOut++
 			case Listed, NoClient:
 			}
 		}
 	})
-	return all
+	return d.all
 }
 
-// terminate tells the daemon to detach the clients that it lists, which are Listed then, and the others NoClient.
-// After one that it has not answered for, it does not ask for the rest.
-func (k *keeper) terminate(ctx context.Context, all []Detached) {
-	bounded, cancel := context.WithTimeout(ctx, k.patience)
-	s, err := k.look(bounded)
+// detaching is one detach, while its keeper has the turn.
+type detaching struct {
+	*keeper
+	all []Detached
+}
+
+// tell tells the daemon to detach the clients that it lists, which are Listed then, and the others NoClient. After
+// a client that the daemon has not answered for, it tells of no other.
+func (d detaching) tell(ctx context.Context) {
+	bounded, cancel := context.WithTimeout(ctx, d.patience)
+	s, err := d.look(bounded)
 	cancel()
 	if err != nil {
 		return
 	}
-	for i := range all {
-		at := s.serverOf(all[i].Client)
+	for i := range d.all {
+		at := s.serverOf(d.all[i].Client)
 		if at < 0 {
-			all[i].Outcome = NoClient
+			d.all[i].Outcome = NoClient
 			continue
 		}
-		if err := k.control.terminate(ctx, k.files, s.servers[at].PID, all[i].Client); err != nil {
+		if err := d.control.terminate(ctx, d.files, s.servers[at].PID, d.all[i].Client); err != nil {
 			return
 		}
-		k.heard() // many clients take longer than a heartbeat may be old
-		all[i].Outcome = Listed
+		d.heard() // many clients take longer than a heartbeat may be old
+		d.all[i].Outcome = Listed
 	}
 }
 
@@ -157,28 +163,28 @@ func (k *keeper) terminate(ctx context.Context, all []Detached) {
 const relist = 50 * time.Millisecond
 
 // awaitGone waits until the daemon lists none of those that are Listed, which are Gone then.
-func (k *keeper) awaitGone(ctx context.Context, all []Detached) {
-	ctx, cancel := context.WithTimeout(ctx, k.patience)
+func (d detaching) awaitGone(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, d.patience)
 	defer cancel()
-	listed := func(d Detached) bool { return d.Outcome == Listed }
-	for slices.ContainsFunc(all, listed) {
+	listed := func(one Detached) bool { return one.Outcome == Listed }
+	for slices.ContainsFunc(d.all, listed) {
 		select {
 		case <-ctx.Done():
 			return
 		case <-time.After(relist):
 		}
-		s, err := k.look(ctx)
+		s, err := d.look(ctx)
 		if err != nil && ctx.Err() != nil {
 			return
 		}
-		for i := range all {
-			if !listed(all[i]) {
+		for i := range d.all {
+			if !listed(d.all[i]) {
 				continue
 			}
 			if err != nil {
-				all[i].Outcome = Unanswered
-			} else if s.serverOf(all[i].Client) < 0 {
-				all[i].Outcome = Gone
+				d.all[i].Outcome = Unanswered
+			} else if s.serverOf(d.all[i].Client) < 0 {
+				d.all[i].Outcome = Gone
 			}
 		}
 	}

@@ -196,7 +196,8 @@ func BuildHide(ctx context.Context, out string) error {
 		return fmt.Errorf("build the program %s: gcc compiles for %s, want x86_64 or aarch64: %w",
 			hideName, machine, gpu.ErrNotSupported)
 	}
-	// Not in out: whoever compiles this package meanwhile would embed it, and find it gone.
+	// The go command writes a file that BuildHide removes. In out, a compilation of this package that runs meanwhile
+	// would list that file to embed it, and then fail to open it.
 	tmp, err := os.MkdirTemp(filepath.Dir(out), ".memcap-build-")
 	if err != nil {
 		return fmt.Errorf("make build folder: %w", err)
